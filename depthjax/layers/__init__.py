@@ -1,0 +1,7 @@
+"""The branches of a block: sequence attention and MLP. They know nothing of residual connections."""
+
+from depthjax.layers.attention import Attention
+from depthjax.layers.mlp import SwiGLU
+from depthjax.layers.stack import stack
+
+__all__ = ["Attention", "SwiGLU", "stack"]

@@ -1,0 +1,39 @@
+"""The gated MLP."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from depthjax.layers.init import truncated_normal
+
+
+class SwiGLU(nnx.Module):
+    """y = down(silu(gate x) * up x) (Shazeer 2020), no biases.
+
+    x [..., D] -> y [..., D], inner width F. Init: truncated normal of `init_std`.
+    """
+
+    def __init__(
+        self,
+        width: int,
+        inner: int,
+        *,
+        init_std: float = 0.02,
+        param_dtype: Any = jnp.float32,
+        rngs: nnx.Rngs,
+    ):
+        init = truncated_normal(init_std)
+
+        def matrix(*shape: int) -> nnx.Param:
+            return nnx.Param(init(rngs.params(), shape, param_dtype), decay="matrix")
+
+        self.gate = matrix(width, inner)
+        self.up = matrix(width, inner)
+        self.down = matrix(inner, width)
+
+    def __call__(self, x: jax.Array, ctx: None = None):
+        """x: [..., D]. Returns (y [..., D], None): an MLP keeps nothing for later depth."""
+        hidden = jax.nn.silu(x @ self.gate[...].astype(x.dtype)) * (x @ self.up[...].astype(x.dtype))
+        return hidden @ self.down[...].astype(x.dtype), None

@@ -1,0 +1,116 @@
+"""The decoder-only LLaMA backbone of DepthBench, under any residual connection."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from depthjax.layers import Attention, SwiGLU, stack
+from depthjax.layers.init import truncated_normal
+from depthjax.models.depth import Observer, run_depth
+from depthjax.models.shapes import Shape
+from depthjax.residuals import Residual, ResidualModule, swap_rows
+
+
+class Transformer(nnx.Module):
+    """Embedding, L layers of causal attention and SwiGLU, untied head; no biases, no dropout.
+
+    Every matrix is drawn from a truncated normal (`init_std`, cut at 3 standard deviations) without
+    depth scaling; norms and mixers belong to the residual connection, which brings its own init.
+    Parameters are kept in `param_dtype` and cast to `dtype` for the products; logits are fp32.
+    DepthBench, section "shared backbone". Raises ValueError where `residual` does not fit the depth.
+
+    unroll: a Python loop over the layers instead of a scan (slow to compile; for debugging).
+    remat: recompute each layer's activations in the backward pass instead of keeping them.
+    """
+
+    def __init__(
+        self,
+        shape: Shape,
+        vocab: int,
+        residual: Residual,
+        *,
+        rope_theta: float = 10_000.0,
+        init_std: float = 0.02,
+        dtype: Any = jnp.float32,
+        param_dtype: Any = jnp.float32,
+        unroll: bool = False,
+        remat: bool = False,
+        rngs: nnx.Rngs,
+    ):
+        self.shape, self.vocab, self.dtype = shape, vocab, dtype
+        self.unroll, self.remat = unroll, remat
+        init = truncated_normal(init_std)
+        options = {"init_std": init_std, "param_dtype": param_dtype}
+
+        def attention(rngs: nnx.Rngs) -> Attention:
+            sizes = (shape.width, shape.heads, shape.kv_heads, shape.head_dim)
+            return Attention(*sizes, rope_theta=rope_theta, rngs=rngs, **options)
+
+        def mlp(rngs: nnx.Rngs) -> SwiGLU:
+            return SwiGLU(shape.width, shape.mlp_width, rngs=rngs, **options)
+
+        def matrix(*sizes: int) -> nnx.Param:
+            return nnx.Param(init(rngs.params(), sizes, param_dtype), decay="matrix")
+
+        self.embedding = matrix(vocab, shape.width)
+        self.attention = stack(attention, shape.layers, rngs)
+        self.mlp = stack(mlp, shape.layers, rngs)
+        self.residual = ResidualModule(
+            residual, layers=shape.layers, width=shape.width, param_dtype=param_dtype, rngs=rngs
+        )
+        self.head = matrix(shape.width, vocab)
+
+    def __call__(self, input_ids: jax.Array, **options) -> jax.Array:
+        """Logits fp32 [B, T, V] of input_ids int32 [B, T]; options as in `features`."""
+        return self.logits(self.features(input_ids, **options)[0])
+
+    def features(
+        self,
+        input_ids: jax.Array,
+        *,
+        skip: jax.Array | int | None = None,
+        swap: tuple[jax.Array | int, jax.Array | int] | None = None,
+        meters: jax.Array | None = None,
+        observer: Observer | None = None,
+    ) -> tuple[jax.Array, Any]:
+        """What the head reads [B, T, D], and what `observer` saw at all 2L + 1 readers.
+
+        skip: leave out one layer. swap: exchange two layers (their branches and, by the rules of the
+        residual connection, its parameters). Indices may be traced. meters, observer: see
+        `models.depth.run_depth`; the observer also sees the final read, as s = None.
+        """
+        rule, params = self.residual.rule, self.residual.layered()
+        graphs, branch_params = zip(nnx.split(self.attention), nnx.split(self.mlp), strict=True)
+        if swap is not None:
+            params = rule.swap(params, *swap)
+            branch_params = tuple(swap_rows(p, *swap) for p in branch_params)
+
+        def branch(graph):
+            return lambda state, x, ctx: nnx.merge(graph, state)(x, ctx)
+
+        embedded = self.embedding[...].astype(self.dtype)[input_ids]
+        (carry, history), seen = run_depth(
+            rule,
+            (branch(graphs[0]), branch(graphs[1])),
+            params,
+            branch_params,
+            rule.begin(embedded, self.shape.layers),
+            layers=self.shape.layers,
+            unroll=self.unroll,
+            remat=self.remat,
+            skip=skip,
+            meters=meters,
+            observer=observer,
+        )
+        if observer is not None:
+            last = observer(rule, params["final"], carry, history, None)
+            seen = jax.tree.map(lambda rows, row: jnp.concatenate([rows, row[None]]), seen, last)
+        return rule.finish(params["final"], carry, history), seen
+
+    def logits(self, features: jax.Array) -> jax.Array:
+        """fp32 [B, T, V] from features [B, T, D]."""
+        return (features @ self.head[...].astype(self.dtype)).astype(
+            jnp.promote_types(self.dtype, jnp.float32)
+        )

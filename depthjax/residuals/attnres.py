@@ -1,0 +1,167 @@
+"""Attention Residuals: each sublayer reads a softmax mixture of what earlier depth produced.
+
+Attention Residuals, arXiv 2603.15031, section 3 (Full) and section 4 (Block); the output norm that
+follows each mixture shares its epsilon, as in DepthBench.
+
+One state serves all block sizes. The history holds the finished sources, the carry the open sum R:
+
+    begin   no rows yet, R = embedding
+    read    mix the finished rows and R, then RMSNorm
+    write   at a boundary (s divisible by b): append R as a finished row and let R = y;
+            elsewhere R = R + y
+
+so the embedding is the first finished source, and with b = 1 every sublayer output is a source of
+its own. Reader s has 1 + ceil(s / b) sources.
+"""
+
+import dataclasses
+
+import jax.numpy as jnp
+from flax import nnx
+
+from depthjax.kernels import depth_mix, depth_weights
+from depthjax.residuals.base import KINDS, Parameter, Residual, swap_rows
+
+MIXER = ("query", "key_scale")
+
+
+@dataclasses.dataclass(frozen=True)
+class _AttnRes(Residual):
+    eps: float = 1e-6
+    """Epsilon of the norm of the very first read, which sees the embedding alone."""
+    mix_eps: float = 1e-6
+    """Epsilon of the key norms and of the norms that follow a mixture (DepthBench: 1e-5)."""
+
+    @property
+    def block(self) -> int:
+        """Sublayers whose outputs are summed into one source."""
+        raise NotImplementedError
+
+    def parameters(self, layers, width):
+        def reader(first_layer: int = 0) -> dict[str, Parameter]:
+            zeros = nnx.initializers.zeros_init()
+            return {
+                "norm": Parameter((width,)),
+                "query": Parameter((width,), zeros, first_layer, float32=True),
+                "key_scale": Parameter((width,), first_layer=first_layer, float32=True),
+            }
+
+        # The first attention has one source, the embedding: nothing to mix, so no mixer.
+        return {"attention": reader(first_layer=1), "mlp": reader(), "final": reader()}
+
+    def begin(self, embedding, layers):
+        rows = -(-2 * layers // self.block)
+        carry = {"open": embedding, "count": jnp.int32(0), "bypass": jnp.bool_(False)}
+        return carry, jnp.zeros((rows, *embedding.shape), embedding.dtype)
+
+    def _sources(self, params, carry, history, s):
+        """The arguments that `depth_mix` and `depth_weights` share. s = None: the final read."""
+        boundary = True if s is None else s % self.block == 0
+        # After a skipped layer a boundary reader takes the open sum unmixed: no row is live to it.
+        count = jnp.where(carry["bypass"] & boundary, 0, carry["count"])
+        eps = self.mix_eps if s is None else jnp.where(s == 0, self.eps, self.mix_eps)
+        shared = {"count": count, "newest": carry["open"], "eps": eps}
+        return (history, params["query"], params["key_scale"]), shared
+
+    def read(self, params, carry, history, s):
+        sources, options = self._sources(params, carry, history, s)
+        x = depth_mix(*sources, **options, output_scale=params["norm"])
+        return x, None, {**carry, "bypass": jnp.bool_(False)}, history
+
+    def write(self, params, carry, y, aux, s):
+        boundary = s % self.block == 0
+        opened = jnp.where(boundary, y, carry["open"] + y)
+        appended = (carry["open"], carry["count"], boundary)
+        return {**carry, "open": opened, "count": carry["count"] + boundary}, appended
+
+    def finish(self, params, carry, history):
+        sources, options = self._sources(params, carry, history, None)
+        return depth_mix(*sources, **options, output_scale=params["norm"])
+
+    def stream(self, carry):
+        return carry["open"]
+
+    def observe(self, params, carry, history, s):
+        """{"weights": [rows + 1, ...]}: the softmax weights; the open sum is the last source."""
+        sources, options = self._sources(params, carry, history, s)
+        return {"weights": depth_weights(*sources, **options)}
+
+    def skip(self, before, after, s):
+        """The sum and the finished rows stay as they were, and the next reader, if it stands at a
+        boundary, takes the open sum unmixed. Without layer 0 the embedding is a finished source
+        and the open sum as well (DepthBench's layer pruning)."""
+        carry, _ = before
+        _, history = after  # differs from before's only in rows that are not live, or in row 0
+        count = jnp.where(s == 0, 1, carry["count"])
+        return {**carry, "count": count, "bypass": jnp.bool_(True)}, history
+
+    def swap(self, params, i, j):
+        """Exchanges all of two layers but the mixers in front of their attention; those that read
+        at their right ends (the next attention's, or the final one) are exchanged instead."""
+        attention, final = params["attention"], params["final"]
+        swapped = {kind: swap_rows(params[kind], i, j) for kind in KINDS}
+        for name in MIXER:
+            rows = jnp.concatenate([attention[name], final[name][None]])
+            rows = swap_rows(rows, i + 1, j + 1)
+            swapped["attention"][name], final = rows[:-1], {**final, name: rows[-1]}
+        return {**swapped, "final": final}
+
+    def flops_per_token(self, layers, width):
+        """4 D a source: its logit and its share of the sum. Reader s has 1 + ceil(s / b) sources."""
+        readers = range(1, 2 * layers + 1)
+        return 4 * width * sum(1 + -(-s // self.block) for s in readers)
+
+
+@dataclasses.dataclass(frozen=True)
+class FullAttnRes(_AttnRes):
+    """Full Attention Residuals: every sublayer output is a source of its own.
+
+    Adds a query (init 0, so all sources weigh the same at first) and a key scale (init 1) to each
+    reader but the first: 4 L D parameters. History: 2 L rows.
+    """
+
+    name = "full_attnres"
+
+    @property
+    def block(self):
+        return 1
+
+
+@dataclasses.dataclass(frozen=True)
+class BlockAttnRes(_AttnRes):
+    """Block Attention Residuals: the outputs of a block of sublayers are summed into one source.
+
+    Parameters as Full. History: ceil(2 L / b) rows. b counts sublayers, two a transformer layer,
+    and need not be even or divide 2 L: the last block is then shorter.
+    """
+
+    name = "block_attnres"
+    block_size_sublayers: int | None = None
+    """Sublayers in a block, 1 to 2 L (two sublayers a transformer layer). None: ceil(2 L / 8)."""
+
+    @property
+    def block(self):
+        if self.block_size_sublayers is None:
+            raise ValueError("block_size_sublayers is not set: call bind(layers) first")
+        return self.block_size_sublayers
+
+    def bind(self, layers):
+        size = self.block_size_sublayers
+        if size is None:
+            size = self.of_blocks(8, layers).block_size_sublayers
+        if not 1 <= size <= 2 * layers:
+            raise ValueError(
+                f"block_size_sublayers is {size}, but {layers} layers have {2 * layers} sublayers: "
+                f"choose 1 to {2 * layers}"
+            )
+        return dataclasses.replace(self, block_size_sublayers=size)
+
+    @classmethod
+    def of_blocks(cls, blocks: int, layers: int, **options) -> "BlockAttnRes":
+        """At most `blocks` blocks over `layers` transformer layers: b = ceil(2 L / blocks)."""
+        return cls(block_size_sublayers=-(-2 * layers // blocks), **options)
+
+    @classmethod
+    def of_layers(cls, block_size_layers: int, **options) -> "BlockAttnRes":
+        """From a block size in transformer layers, as Kimi K3 and torchtitan count it."""
+        return cls(block_size_sublayers=2 * block_size_layers, **options)
