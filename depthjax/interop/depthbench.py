@@ -52,7 +52,9 @@ def _names(shape: Shape, residual: Residual) -> dict[str, _Tensor]:
         readers = {"attention": ("blocks.{}.attn_res", 1), "mlp": ("blocks.{}.mlp_res", 0)}
         for reader, (name, first) in {**readers, "final": ("res", 0)}.items():
             names[f"residual/{reader}/query"] = _Tensor(f"{name}_proj.weight", np.ravel, first)
-            names[f"residual/{reader}/key_scale"] = _Tensor(f"{name}_norm.weight", first_layer=first)
+            names[f"residual/{reader}/key_scale"] = _Tensor(
+                f"{name}_norm.weight", first_layer=first
+            )
     return names
 
 

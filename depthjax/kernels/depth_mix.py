@@ -38,7 +38,9 @@ def _mix(sources, query, key_scale, count, newest, eps):
         newest = at_least_float32(newest)
         logits = jnp.concatenate([logits, _logits(newest, direction, eps)[None]])
     weights = jax.nn.softmax(logits, axis=0)
-    mixture = jnp.einsum("n...,n...d->...d", weights[: sources.shape[0]], sources, precision="highest")
+    mixture = jnp.einsum(
+        "n...,n...d->...d", weights[: sources.shape[0]], sources, precision="highest"
+    )
     if newest is not None:
         mixture = mixture + weights[-1][..., None] * newest
     return weights, mixture

@@ -1,4 +1,4 @@
-"""The branches of a block: sequence attention and MLP. They know nothing of residual connections."""
+"""The branches of a block: attention and MLP. They know nothing of residual connections."""
 
 from depthjax.layers.attention import Attention
 from depthjax.layers.mlp import SwiGLU

@@ -11,7 +11,7 @@ from depthjax.layers.rope import rope
 
 
 def _implementation(dtype: Any, head_dim: int) -> str:
-    """cuDNN's flash attention where it applies (GPU, 16-bit, head size a multiple of 8), else XLA."""
+    """cuDNN's flash attention where it applies (GPU, 16-bit, head size 8 n <= 128), else XLA."""
     fits = jnp.dtype(dtype).itemsize == 2 and head_dim % 8 == 0 and head_dim <= 128
     return "cudnn" if fits and jax.default_backend() == "gpu" else "xla"
 
@@ -50,7 +50,8 @@ class Attention(nnx.Module):
     def __call__(self, x: jax.Array, ctx: None = None):
         """x: [B, T, D]. Returns (y [B, T, D], aux = (key, value) before rotation [B, T, K, E]).
 
-        ctx: depth keys and values for variants whose attention reads over depth; none takes any yet.
+        ctx: depth keys and values for variants whose attention reads over depth; none takes any
+        yet.
         """
         if ctx is not None:
             raise ValueError("this attention takes no depth context")

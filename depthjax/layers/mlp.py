@@ -35,5 +35,7 @@ class SwiGLU(nnx.Module):
 
     def __call__(self, x: jax.Array, ctx: None = None):
         """x: [..., D]. Returns (y [..., D], None): an MLP keeps nothing for later depth."""
-        hidden = jax.nn.silu(x @ self.gate[...].astype(x.dtype)) * (x @ self.up[...].astype(x.dtype))
+        hidden = jax.nn.silu(x @ self.gate[...].astype(x.dtype)) * (
+            x @ self.up[...].astype(x.dtype)
+        )
         return hidden @ self.down[...].astype(x.dtype), None

@@ -50,10 +50,10 @@ def run_depth(
     residual_params: {"attention", "mlp"} of arrays [L, ...]; branch_params: one pytree of arrays
     [L, ...] a kind; branches: functions (params of one layer, x, ctx) -> (y, aux).
     unroll: a Python loop over layers instead of a scan. remat: recompute each layer in the backward
-    pass. skip: leave out this layer (may be traced). meters: [L, 2] zeros, whose gradient is the sum
-    of squares of the gradient at each branch output. observer: called before each read as
-    observer(rule, params, carry, history, s); what it returns is stacked to [2L, ...].
-    Returns the state before the final read, and the observations (None without an observer).
+    pass. skip: leave out this layer (may be traced). meters: [L, 2] zeros, whose gradient is the
+    sum of squares of the gradient at each branch output. observer: called before each read as
+    observer(rule, params, carry, history, s); what it returns is stacked to [2L, ...]. Returns the
+    state before the final read, and the observations (None without an observer).
     """
 
     def layer(state: State, inputs):

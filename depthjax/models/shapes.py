@@ -1,8 +1,9 @@
 """The model shapes of the DepthBench study, one name each: `400m-L32`, `1.6b-L28`, ...
 
-A name fixes layers, width, heads and MLP width. Below 1B: 16 heads, as many key-value heads, and the
-MLP width is 8 D / 3 rounded up to a multiple of 16; at 1.6B: 8 key-value heads and 3 D (DepthBench,
-table of shapes). `backbone-` names hold the parameters of the blocks constant instead of the total.
+A name fixes layers, width, heads and MLP width. Below 1B: 16 heads, as many key-value heads, and
+the MLP width is 8 D / 3 rounded up to a multiple of 16; at 1.6B: 8 key-value heads and 3 D
+(DepthBench, table of shapes). `backbone-` names hold the parameters of the blocks constant instead
+of the total.
 """
 
 import dataclasses
@@ -62,8 +63,19 @@ _WIDTHS = {  # family -> {layers: width}
     "200m": {24: 672, 18: 768, 12: 896},
     "300m": {28: 800, 21: 896, 14: 1056},
     "400m": {
-        **{16: 1216, 20: 1120, 24: 1024, 28: 960, 32: 896, 42: 800, 70: 640},  # the main study
-        **{26: 992, 30: 928, 36: 864, 50: 736, 56: 704, 62: 672},
+        16: 1216,
+        20: 1120,
+        24: 1024,
+        28: 960,
+        32: 896,
+        42: 800,
+        70: 640,  # the main study
+        26: 992,
+        30: 928,
+        36: 864,
+        50: 736,
+        56: 704,
+        62: 672,
     },
     "500m": {34: 992, 26: 1120, 17: 1344},
     "backbone-300m": {16: 1248, 24: 1024, 32: 896, 42: 768, 70: 608, 84: 544},

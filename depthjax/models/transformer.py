@@ -19,7 +19,8 @@ class Transformer(nnx.Module):
     Every matrix is drawn from a truncated normal (`init_std`, cut at 3 standard deviations) without
     depth scaling; norms and mixers belong to the residual connection, which brings its own init.
     Parameters are kept in `param_dtype` and cast to `dtype` for the products; logits are fp32.
-    DepthBench, section "shared backbone". Raises ValueError where `residual` does not fit the depth.
+    DepthBench, section "shared backbone". Raises ValueError where `residual` does not fit the
+    depth.
 
     unroll: a Python loop over the layers instead of a scan (slow to compile; for debugging).
     remat: recompute each layer's activations in the backward pass instead of keeping them.
@@ -57,10 +58,11 @@ class Transformer(nnx.Module):
         self.embedding = matrix(vocab, shape.width)
         self.attention = stack(attention, shape.layers, rngs)
         self.mlp = stack(mlp, shape.layers, rngs)
+        self.head = matrix(shape.width, vocab)
+        # Last, so that one seed draws the same backbone whatever the residual connection.
         self.residual = ResidualModule(
             residual, layers=shape.layers, width=shape.width, param_dtype=param_dtype, rngs=rngs
         )
-        self.head = matrix(shape.width, vocab)
 
     def __call__(self, input_ids: jax.Array, **options) -> jax.Array:
         """Logits fp32 [B, T, V] of input_ids int32 [B, T]; options as in `features`."""
@@ -77,8 +79,8 @@ class Transformer(nnx.Module):
     ) -> tuple[jax.Array, Any]:
         """What the head reads [B, T, D], and what `observer` saw at all 2L + 1 readers.
 
-        skip: leave out one layer. swap: exchange two layers (their branches and, by the rules of the
-        residual connection, its parameters). Indices may be traced. meters, observer: see
+        skip: leave out one layer. swap: exchange two layers (their branches and, by the rules of
+        the residual connection, its parameters). Indices may be traced. meters, observer: see
         `models.depth.run_depth`; the observer also sees the final read, as s = None.
         """
         rule, params = self.residual.rule, self.residual.layered()

@@ -4,8 +4,16 @@ Imports jax and flax alone.
 """
 
 from depthjax.residuals.attnres import BlockAttnRes, FullAttnRes
-from depthjax.residuals.base import ATTENTION, KINDS, MLP, Parameter, Residual, ResidualModule
-from depthjax.residuals.base import append, swap_rows
+from depthjax.residuals.base import (
+    ATTENTION,
+    KINDS,
+    MLP,
+    Parameter,
+    Residual,
+    ResidualModule,
+    append,
+    swap_rows,
+)
 from depthjax.residuals.pre_ln import PreLN
 
 REGISTRY: dict[str, type[Residual]] = {

@@ -16,8 +16,8 @@ its own. Reader s has 1 + ceil(s / b) sources.
 
 import dataclasses
 
+import jax
 import jax.numpy as jnp
-from flax import nnx
 
 from depthjax.kernels import depth_mix, depth_weights
 from depthjax.residuals.base import KINDS, Parameter, Residual, swap_rows
@@ -39,7 +39,7 @@ class _AttnRes(Residual):
 
     def parameters(self, layers, width):
         def reader(first_layer: int = 0) -> dict[str, Parameter]:
-            zeros = nnx.initializers.zeros_init()
+            zeros = jax.nn.initializers.zeros
             return {
                 "norm": Parameter((width,)),
                 "query": Parameter((width,), zeros, first_layer, float32=True),
@@ -107,7 +107,7 @@ class _AttnRes(Residual):
         return {**swapped, "final": final}
 
     def flops_per_token(self, layers, width):
-        """4 D a source: its logit and its share of the sum. Reader s has 1 + ceil(s / b) sources."""
+        """4 D a source, for its logit and its share of the sum; 1 + ceil(s / b) sources at s."""
         readers = range(1, 2 * layers + 1)
         return 4 * width * sum(1 + -(-s // self.block) for s in readers)
 

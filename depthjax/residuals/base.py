@@ -21,9 +21,9 @@ A model is the same five moves for every variant (`s` may be traced, so one scan
 
 Why the moves look as they do: `read` returns the state because what it computes for the read may
 also be what the write needs; `write` never touches the history, the caller appends, so that a
-backward pass can hold one buffer; `ctx` gives attention extra depth keys and values, and `aux` gives
-them back. The norms of a block belong to its residual connection, since where they stand is what
-tells many variants apart.
+backward pass can hold one buffer; `ctx` gives attention extra depth keys and values, and `aux`
+gives them back. The norms of a block belong to its residual connection, since where they stand is
+what tells many variants apart.
 
 Probes use two more moves, both with traced indices: `skip` (the state as if a layer had not been
 there) and `swap` (the parameters with two layers exchanged).
@@ -55,7 +55,7 @@ class Parameter:
     """
 
     shape: tuple[int, ...]
-    init: Callable = nnx.initializers.ones_init()
+    init: Callable = jax.nn.initializers.ones
     first_layer: int = 0
     decay: str = "vector"
     float32: bool = False
@@ -83,7 +83,7 @@ class Residual:
         raise NotImplementedError
 
     def read(self, params, carry, history, s):
-        """(x, ctx, carry, history): the input [..., D] of sublayer s, normalised as it should be."""
+        """(x, ctx, carry, history): x is the normalised input [..., D] of sublayer s."""
         raise NotImplementedError
 
     def write(self, params, carry, y, aux, s) -> tuple[Any, Appended]:
@@ -95,7 +95,7 @@ class Residual:
         raise NotImplementedError
 
     def stream(self, carry) -> jax.Array:
-        """The running state [..., D] whose size by depth is logged (Attention Residuals, fig. 5)."""
+        """The running state [..., D] whose size by depth is logged."""
         raise NotImplementedError
 
     def observe(self, params, carry, history, s) -> dict[str, jax.Array]:
@@ -211,5 +211,3 @@ class ResidualModule(nnx.Module):
     def finish(self, state: State) -> jax.Array:
         """The final read and norm: [..., D]."""
         return self.rule.finish(self.layered()["final"], *state)
-
-

@@ -1,0 +1,20 @@
+"""A small Block AttnRes model on the embedded corpus: minutes on a laptop's CPU, seconds on a GPU.
+
+    depthjax train configs/quickstart.py
+
+1 MB of US presidential messages, an 8192-id tokenizer trained at first use, 8 layers of width 128.
+The held-out loss ends below that of a unigram model, which the same command computes and prints.
+Try another residual connection or length: --model.residual pre_ln --train.steps 1000
+"""
+
+from depthjax.config import Config, DataConfig, ModelConfig, RunConfig, TrainConfig
+from depthjax.residuals import BlockAttnRes
+
+
+def config() -> Config:
+    return Config(
+        model=ModelConfig(shape="tiny-L8", residual=BlockAttnRes(), context=128, dtype="float32"),
+        data=DataConfig(tokenizer="bpe8k"),
+        train=TrainConfig(steps=300, batch=16, peak_lr=4e-3, warmup_steps=20),
+        run=RunConfig(dir="runs/quickstart", save_every=100, eval_every=100, depth_sizes=True),
+    )

@@ -1,0 +1,130 @@
+"""The command line: `depthjax train | eval | data | info`.
+
+Everything heavy is imported inside the command that needs it, and bad input ends every command in
+one way: one sentence on stderr, exit status 2.
+"""
+
+import functools
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NoReturn
+
+from depthjax.errors import InputError
+
+if TYPE_CHECKING:
+    from depthjax.config import Config
+
+USAGE = """\
+usage: depthjax COMMAND ...
+
+  train CONFIG [--field value ...]   train, or continue the run that is in run.dir
+  eval RUN_DIR [--field value ...]   held-out losses of a run's newest checkpoint
+  info [CONFIG] [--field value ...]  shape, parameters, FLOPs, tokens; without CONFIG, all shapes
+                                     and residual connections
+  data prepare INPUT... --out DIR    text files, folders or hf:// URLs into token shards
+  data index DIR                     add an index with checksums to shards made elsewhere
+  data verify DIR                    check shards against their index
+
+CONFIG is a Python file, such as configs/quickstart.py; any of its fields can be overridden:
+
+  depthjax train configs/quickstart.py --train.steps 100 --run.dir runs/short
+  depthjax info configs/depthbench.py --model.shape 400m-L70 --model.residual NAME
+
+`depthjax COMMAND --help` lists the fields or options of a command.
+"""
+
+
+def main(arguments: Sequence[str] | None = None) -> NoReturn:
+    """Runs one command and exits: 0 done, 2 bad input, 1 training diverged, 130 Ctrl-C."""
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    commands = {"train": _train, "eval": _eval, "info": _info, "data": _data}
+    try:
+        if not arguments or arguments[0] in ("-h", "--help"):
+            print(USAGE, end="")
+            sys.exit(0 if arguments else 2)
+        if arguments[0] == "--version":
+            from depthjax import __version__
+
+            print(f"depthjax {__version__}")
+            sys.exit(0)
+        if arguments[0] not in commands:
+            raise InputError(f"command {arguments[0]!r} is unknown: use {', '.join(commands)}")
+        sys.exit(commands[arguments[0]](arguments[1:]))
+    except InputError as error:
+        print(f"depthjax: {error}", file=sys.stderr)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        print("depthjax: interrupted", file=sys.stderr)
+        sys.exit(130)
+
+
+def _config_file(arguments: Sequence[str], prog: str) -> "Config":
+    """The config of `CONFIG [--field value ...]`."""
+    from depthjax.config import load_config, with_dials
+    from depthjax.overrides import override
+
+    if arguments and not arguments[0].startswith("-"):
+        load = functools.partial(load_config, arguments[0])
+        return override(load, arguments[1:], f"{prog} CONFIG")
+    if "--help" in arguments or "-h" in arguments:
+        override(with_dials, arguments, f"{prog} CONFIG")
+    raise InputError(f"{prog} needs a config file, such as configs/quickstart.py")
+
+
+def _train(arguments: Sequence[str]) -> int:
+    config = _config_file(arguments, "depthjax train").check()
+    from rich.console import Console
+
+    from depthjax.train import TrainingDiverged, train
+
+    try:
+        return train(config, Console())[1]
+    except TrainingDiverged as error:
+        print(f"depthjax: {error}", file=sys.stderr)
+        return 1
+
+
+def _eval(arguments: Sequence[str]) -> int:
+    from depthjax.config import with_dials
+    from depthjax.overrides import override
+
+    prog = "depthjax eval"
+    if "--help" in arguments or "-h" in arguments:
+        override(with_dials, ["--help"], f"{prog} RUN_DIR")
+    if not arguments or arguments[0].startswith("-"):
+        raise InputError(f"{prog} needs a run directory, such as runs/quickstart")
+    from rich.console import Console
+
+    from depthjax.train.evaluate import evaluate_run
+    from depthjax.train.report import print_table
+    from depthjax.train.run_dir import saved_config
+
+    saved = functools.partial(with_dials, config=saved_config(arguments[0]))
+    config = override(saved, arguments[1:], f"{prog} RUN_DIR").check()
+    console = Console()
+    losses = evaluate_run(config, console.print)
+    print_table(f"run {arguments[0]}", losses, console)
+    return 0
+
+
+def _info(arguments: Sequence[str]) -> int:
+    from depthjax.plan.info import print_config, print_shapes
+
+    if not arguments:
+        print_shapes()
+    else:
+        print_config(_config_file(arguments, "depthjax info").check())
+    return 0
+
+
+def _data(arguments: Sequence[str]) -> int:
+    from depthjax.cli_data import COMMANDS, run
+
+    if arguments and arguments[0] in ("-h", "--help"):
+        print(USAGE, end="")
+    elif arguments and arguments[0] in COMMANDS:
+        run(arguments[0], arguments[1:])
+    else:
+        given = repr(arguments[0]) if arguments else "missing"
+        raise InputError(f"data command is {given}: use {', '.join(COMMANDS)}")
+    return 0

@@ -1,0 +1,107 @@
+"""Checkpoints through Orbax v1: asynchronous, kept to the newest few, restored past damage."""
+
+import hashlib
+import pathlib
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+from orbax.checkpoint import v1 as ocp
+
+from depthjax.errors import InputError
+from depthjax.train.step import TrainState
+
+
+class Checkpoints:
+    """The checkpoints of one run. `meta` is JSON: config, data position and counters.
+
+    keep: how many of the newest stay; None: for reading only, nothing is deleted.
+    A checkpoint appears under its final name only when all of it is written, so a process killed
+    while saving leaves the earlier ones in force.
+    """
+
+    def __init__(self, directory: pathlib.Path, keep: int | None, say: Callable[[str], None]):
+        self._say = say
+        self._unfinished = sorted(p.name for p in directory.glob("*.orbax-checkpoint-tmp*"))
+        self._checkpointer = ocp.training.Checkpointer(
+            directory.absolute(),
+            save_decision_policy=ocp.training.save_decision_policies.FixedIntervalPolicy(1),
+            preservation_policy=ocp.training.preservation_policies.LatestN(keep),
+            cleanup_tmp_directories=keep is not None,
+        )
+        self._bad: set[int] = set()
+
+    @property
+    def steps(self) -> list[int]:
+        """Steps with a checkpoint that is not known to be damaged, oldest first."""
+        return sorted(c.step for c in self._checkpointer.checkpoints if c.step not in self._bad)
+
+    def save(self, step: int, state: TrainState, meta: dict[str, Any]) -> None:
+        """Copies `state` off the devices and writes it in the background, once a step."""
+        if step in self.steps:
+            return
+        overwrite = step in self._bad
+        self._bad.discard(step)
+        self._checkpointer.save_checkpointables_async(
+            step, {"state": state}, custom_metadata=meta, overwrite=overwrite
+        )
+
+    def meta(self, step: int) -> dict[str, Any]:
+        """The JSON saved with a checkpoint."""
+        return self._checkpointer.checkpointables_metadata(step).custom_metadata
+
+    def restore(
+        self, abstract: TrainState, check: Callable[[dict[str, Any]], None]
+    ) -> tuple[TrainState, dict[str, Any]] | None:
+        """The newest state that can be read, laid out as `abstract`, and its meta; None without
+        any.
+
+        Damaged and half-written checkpoints are named and passed over, but never deleted: with
+        nothing readable left this raises InputError. `check` sees the meta before anything is
+        loaded and may raise.
+        """
+        for name in self._unfinished:
+            self._say(f"checkpoint {name} was never finished: falling back to the one before it")
+        self._unfinished = []
+        found = self.steps
+        for step in reversed(found):
+            try:
+                meta = self.meta(step)
+                if not isinstance(meta, dict) or "config" not in meta:
+                    raise ValueError("its metadata is missing")
+            except Exception as error:
+                self._pass_over(step, error)
+                continue
+            check(meta)
+            try:
+                return self._checkpointer.load_checkpointables(step, {"state": abstract})[
+                    "state"
+                ], meta
+            except Exception as error:  # Orbax and tensorstore raise many kinds for a damaged file
+                self._pass_over(step, error)
+        if found:
+            raise InputError(
+                f"none of the checkpoints {found} in {self._checkpointer.directory} can be read: "
+                "restore one from a copy, or start anew with another run.dir"
+            )
+        return None
+
+    def _pass_over(self, step: int, error: Exception) -> None:
+        self._bad.add(step)
+        reason = str(error).strip().splitlines()[0][:200] if str(error).strip() else repr(error)
+        self._say(f"checkpoint {step} cannot be read ({reason}): falling back to the one before it")
+
+    def close(self) -> None:
+        """Waits until all that was saved is on disk."""
+        self._checkpointer.close()
+
+
+def parameters_sha256(params: Any) -> str:
+    """SHA-256 over the bytes of all parameters in path order: equal if and only if they all are."""
+    digest = hashlib.sha256()
+    leaves = jax.tree_util.tree_leaves_with_path(params)
+    named = {"/".join(str(getattr(k, "key", k)) for k in path): leaf for path, leaf in leaves}
+    for name in sorted(named):
+        digest.update(np.ascontiguousarray(jax.device_get(named[name])).tobytes())
+    return digest.hexdigest()

@@ -1,0 +1,34 @@
+"""The text of a run: its shards, and its global batches."""
+
+import jax
+
+from depthjax.config import Config
+from depthjax.data import default_corpus, global_batches, load_tokenizer, open_shards
+from depthjax.data.shards import TokenShards
+
+
+def open_data(config: Config) -> tuple[TokenShards, int]:
+    """The shards of a config and the size of its vocabulary; InputError where they do not fit."""
+    tokenizer = load_tokenizer(config.data.tokenizer)
+    vocab = config.model.vocab or tokenizer.vocab_size
+    shards = open_shards(
+        config.data.dir or default_corpus(config.data.tokenizer),
+        vocab_size=vocab,
+        tokenizer_sha256=tokenizer.sha256,
+        verify=config.data.verify,
+        heldout=config.data.heldout,
+    )
+    return shards, vocab
+
+
+def training_batches(config: Config, shards: TokenShards):
+    """The iterator of this process's rows int32 [B / P, T] of the global batches."""
+    return iter(
+        global_batches(
+            shards.train.windows(config.model.context),
+            batch=config.train.batch,
+            seed=config.data.seed,
+            process_index=jax.process_index(),
+            process_count=jax.process_count(),
+        )
+    )

@@ -1,0 +1,271 @@
+"""The training loop: resume, step, log, evaluate, save, stop."""
+
+import dataclasses
+import math
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import numpy as np
+from rich.console import Console
+
+from depthjax.config import Config, to_dict
+from depthjax.errors import InputError
+from depthjax.plan import peak_flops, training_flops_per_token
+from depthjax.train.checkpoint import Checkpoints, parameters_sha256
+from depthjax.train.evaluate import heldout_loss, heldout_losses
+from depthjax.train.inputs import open_data, training_batches
+from depthjax.train.metrics import Metrics, read_jsonl
+from depthjax.train.progress import ProgressLine
+from depthjax.train.report import write_summary
+from depthjax.train.run_dir import RunDirectory, check_unchanged
+from depthjax.train.step import Program, TrainState, data_mesh
+from depthjax.train.stop import StopSignal
+
+
+class TrainingDiverged(RuntimeError):
+    """Updates were skipped again and again, even after a return to the last good checkpoint."""
+
+
+def train(config: Config, console: Console | None = None) -> tuple[dict[str, Any] | None, int]:
+    """Trains, or continues, the run in `config.run.dir`.
+
+    Returns (summary, 0) once `train.steps` are done; (None, status) when it was asked to stop
+    before: status 0 for SIGTERM, 130 for Ctrl-C, the work saved. Raises InputError for bad input,
+    before anything is compiled, and TrainingDiverged when the guard gives up.
+    """
+    console = console or Console()
+    config.check().check_devices(jax.device_count())
+    with StopSignal(console.print) as stop:
+        directory = RunDirectory(config.run.dir)
+        shards, vocab = open_data(config)
+        run = _Run(config, directory, shards, vocab, console)
+        try:
+            finished = run.loop(stop)
+            return (run.summarize() if finished else None), stop.exit_status
+        finally:
+            run.close()
+
+
+class _Run:
+    """The moving parts of one training run in one process."""
+
+    def __init__(self, config, directory: RunDirectory, shards, vocab: int, console: Console):
+        self.config, self.directory, self.console = config, directory, console
+        self.shards, self.vocab = shards, vocab
+        self.program = Program(config, vocab, data_mesh())
+        self.batches = training_batches(config, shards)
+        self.checkpoints = Checkpoints(
+            directory.path / "checkpoints", config.run.keep, console.print
+        )
+        self.seconds_before, self.rollbacks, self.resumed_from = 0.0, 0, []
+        self.state, self.step = self._start()
+        self.began = time.monotonic()
+        self.metrics = Metrics(directory.path, self.step, config.run.tensorboard)
+
+    def _start(self) -> tuple[TrainState, int]:
+        """The state to begin with, restored where the run has a checkpoint."""
+        notes: list[str] = []
+
+        def check(meta: dict[str, Any]) -> None:
+            notes[:] = check_unchanged(meta["config"], self.config)
+            if meta["train_tokens"] != self.shards.train.tokens:
+                raise InputError(
+                    f"data.dir has {self.shards.train.tokens} training tokens, the checkpoint in "
+                    f"run.dir was made with {meta['train_tokens']}: give the same data, or another "
+                    "run.dir"
+                )
+
+        restored = self.checkpoints.restore(self.program.abstract_state(), check)
+        self.directory.write_origin(self.config)
+        if restored is None:
+            self.directory.note("start")
+            return self.program.init(), 0
+        state, meta = restored
+        step = int(state.step)
+        self.batches.set_state(meta["data"])
+        self.seconds_before, self.rollbacks = meta["seconds"], meta["rollbacks"]
+        self.resumed_from = [*meta["resumed_from"], step]
+        self.console.print(f"resuming at step {step} of {self.config.train.steps}")
+        for note in notes:
+            self.console.print(f"changed since the checkpoint: {note}")
+        self.directory.note("resume", step=step, changed=notes)
+        return state, step
+
+    @property
+    def seconds(self) -> float:
+        """Training time so far, of earlier processes as well."""
+        return self.seconds_before + time.monotonic() - self.began
+
+    def save(self) -> None:
+        """Saves the state after `self.step` steps, if it is not saved yet."""
+        meta = {
+            "config": to_dict(self.config),
+            "data": self.batches.get_state(),
+            "train_tokens": self.shards.train.tokens,
+            "seconds": self.seconds,
+            "rollbacks": self.rollbacks,
+            "resumed_from": self.resumed_from,
+        }
+        self.checkpoints.save(self.step, self.state, meta)
+
+    def loop(self, stop: StopSignal) -> bool:
+        """Trains to the end (True) or until asked to stop (False), and saves either way."""
+        steps, run = self.config.train.steps, self.config.run
+        with ProgressLine(self.console, steps, self.step) as self.progress:
+            interval = _Interval(self)
+            while self.step < steps and not stop.requested:
+                rows = interval.wait_for(self.batches)
+                self.state, metrics = self.program.step(self.state, self.program.put(rows))
+                stop.ready()
+                self.step += 1
+                # The device works on this step while the metrics of the one before are looked at.
+                if interval.settle() >= self.config.train.guard_patience:
+                    self._roll_back()
+                    interval = _Interval(self)
+                    continue
+                interval.pending = (self.step, metrics)
+                if run.eval_every and self.step % run.eval_every == 0 and self.step < steps:
+                    interval.settle()
+                    self._evaluate()
+                if self.step % run.save_every == 0:
+                    self._save_if_trusted(interval)
+            interval.settle()
+            self._save_if_trusted(interval)
+        if self.step < steps:
+            self.console.print(f"stopped at step {self.step} of {steps}: run again to continue")
+            self.directory.note("stop", step=self.step)
+        return self.step >= steps
+
+    def _save_if_trusted(self, interval: "_Interval") -> None:
+        """Saves unless updates are being skipped just now: a checkpoint is a place to return to."""
+        interval.settle()
+        if int(self.state.skipped_in_row) == 0:
+            self.save()
+
+    def _evaluate(self) -> None:
+        loss = heldout_loss(
+            self.program, self.state.params, self.shards, self.config.run.eval_batches
+        )
+        self.metrics.write(self.step, {"heldout_loss": loss})
+        self.progress.update(self.step, f"held-out loss {loss:.4f}")
+
+    def _roll_back(self) -> None:
+        """Returns to the last checkpoint but not to its data, which led to the trouble."""
+        train = self.config.train
+        trouble = (
+            f"{train.guard_patience} updates in a row were skipped up to step {self.step}, their "
+            f"gradients not finite or above train.guard_norm {train.guard_norm:g}"
+        )
+        remedy = "lower train.peak_lr, or raise train.guard_norm if such gradients are right here"
+        if self.rollbacks:
+            raise TrainingDiverged(f"{trouble}, again after a return to a checkpoint: {remedy}")
+        restored = self.checkpoints.restore(self.program.abstract_state(), lambda meta: None)
+        if restored is None:
+            raise TrainingDiverged(f"{trouble}, and there is no checkpoint to return to: {remedy}")
+        self.state, _ = restored
+        diverged_at, self.step = self.step, int(self.state.step)
+        self.rollbacks += 1
+        self.console.print(f"{trouble}: returning to the checkpoint of step {self.step}")
+        self.directory.note("rollback", step=diverged_at, to=self.step)
+        self.metrics.close()
+        self.metrics = Metrics(self.directory.path, self.step, self.config.run.tensorboard)
+
+    def summarize(self) -> dict[str, Any]:
+        """The final losses and counts, also written to summary.json, loss.png and the console."""
+        config, state = self.config, self.state
+        self.console.print("computing the held-out losses")
+        losses = heldout_losses(
+            self.program, state.params, self.shards, self.vocab, config.run.eval_batches
+        )
+        path = self.metrics.path
+        records = read_jsonl(path)
+        if not any(r["step"] == self.step and "heldout_loss" in r for r in records):
+            self.metrics.write(self.step, {"heldout_loss": losses.heldout_loss})
+        trained = [record["loss"] for record in records if "loss" in record]
+        summary = {
+            "title": f"{config.residual.name}, {config.model.shape}, {self.shards.tokenizer}",
+            "steps": self.step,
+            "tokens": self.step * config.train.batch * config.model.context,
+            "seconds": round(self.seconds, 3),
+            "parameters": sum(x.size for x in jax.tree.leaves(state.params)),
+            "train_loss": trained[-1] if trained else None,
+            **dataclasses.asdict(losses),
+            "resumed_from": self.resumed_from,
+            "skipped_updates": int(state.skipped),
+            "rollbacks": self.rollbacks,
+            "parameters_sha256": parameters_sha256(state.params),
+        }
+        write_summary(self.directory.path, summary, self.console)
+        self.directory.note("finish", step=self.step)
+        return summary
+
+    def close(self) -> None:
+        """Waits for the checkpoint that is being written, and closes the files."""
+        self.checkpoints.close()
+        self.metrics.close()
+
+
+class _Interval:
+    """What is collected between two log lines."""
+
+    def __init__(self, run: _Run):
+        self.run = run
+        self.pending: tuple[int, dict[str, jax.Array]] | None = None
+        config = run.config
+        self._flops = training_flops_per_token(
+            config.shape, run.vocab, config.model.context, config.residual
+        )
+        peak = peak_flops(jax.devices()[0].device_kind)
+        self._peak = peak and peak * jax.device_count()
+        self._clear()
+
+    def _clear(self) -> None:
+        self._losses: list[float] = []
+        self._waited, self._began = 0.0, time.monotonic()
+
+    def wait_for(self, batches: Iterator[np.ndarray]) -> np.ndarray:
+        """The next batch, and the time it kept us waiting."""
+        began = time.monotonic()
+        rows = next(batches)
+        self._waited += time.monotonic() - began
+        return rows
+
+    def settle(self) -> int:
+        """Waits for the pending step, logs if due; returns how many were skipped in a row."""
+        if self.pending is None:
+            return 0
+        (step, metrics), self.pending = self.pending, None
+        values = jax.device_get(metrics)
+        self._losses.append(float(values["loss"]))
+        if step % self.run.config.run.log_every == 0 or step == self.run.config.train.steps:
+            self._log(step, values)
+        return int(values["skipped_in_row"])
+
+    def _log(self, step: int, values: dict[str, np.ndarray]) -> None:
+        config = self.run.config
+        seconds = time.monotonic() - self._began
+        tokens = len(self._losses) * config.train.batch * config.model.context
+        speed = tokens / seconds
+        record = {name: np.asarray(value, float).tolist() for name, value in values.items()}
+        record |= {
+            "loss": float(np.mean(self._losses)),
+            "skipped": int(values["skipped"]),
+            "tokens_per_second": speed,
+            "data_wait_share": self._waited / seconds,
+        }
+        del record["skipped_in_row"]
+        if self._peak:
+            record["model_flops_utilisation"] = speed * self._flops / self._peak
+        self.run.metrics.write(step, _json_numbers(record))
+        text = f"loss {record['loss']:.4f}  lr {record['learning_rate']:.2e}  {speed:,.0f} tokens/s"
+        self.run.progress.update(step, text)
+        self._clear()
+
+
+def _json_numbers(record: dict[str, Any]) -> dict[str, Any]:
+    """JSON has no NaN and no infinity: they become null."""
+    return {
+        k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()
+    }

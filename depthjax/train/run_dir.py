@@ -1,0 +1,109 @@
+"""The run directory: its lock, its origin, and what may not change in it."""
+
+import dataclasses
+import importlib.metadata
+import json
+import os
+import pathlib
+import platform
+import subprocess
+import time
+from typing import Any
+
+from depthjax.config import Config, flatten, from_dict, to_dict
+from depthjax.errors import InputError
+
+PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy", "tokenizers")
+
+# What a checkpoint cannot be loaded into, or where the order of the data would silently change.
+_FIXED = ("model.", "data.tokenizer", "data.seed", "train.batch", "train.beta")
+_FREE = ("model.remat", "model.dtype", "model.init_std", "model.init_seed")
+
+
+class RunDirectory:
+    """A run's directory, created if need be and locked against a second writer while open.
+
+    Raises InputError where it cannot be written to or another process is training in it.
+    """
+
+    def __init__(self, path: str):
+        self.path = pathlib.Path(path)
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            self._lock = (self.path / ".lock").open("w")
+        except OSError as error:
+            raise InputError(
+                f"run.dir is {path!r}, which cannot be written to ({error.strerror}): "
+                "give another directory"
+            ) from error
+        try:
+            import fcntl
+
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise InputError(
+                f"run.dir is {path!r}, in which another process is training: wait for it, or give "
+                "another directory"
+            ) from error
+        except (ImportError, OSError):
+            pass  # no locks on this system or file system
+
+    def write_origin(self, config: Config) -> None:
+        """Saves the resolved config, and beside it versions, commit and machine."""
+        (self.path / "config.json").write_text(json.dumps(to_dict(config), indent=2) + "\n")
+        environment = {
+            "packages": {name: importlib.metadata.version(name) for name in PACKAGES},
+            "python": platform.python_version(),
+            "git_commit": git_commit(),
+        }
+        (self.path / "environment.json").write_text(json.dumps(environment, indent=2) + "\n")
+
+    def note(self, event: str, **details: Any) -> None:
+        """Appends to events.jsonl: starts, resumes, rollbacks, stops."""
+        record = {"event": event, "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), **details}
+        with (self.path / "events.jsonl").open("a") as file:
+            file.write(json.dumps(record) + "\n")
+
+
+def saved_config(path: str) -> Config:
+    """The config that a run was made with, its directory as it is now; InputError for no run."""
+    file = pathlib.Path(path) / "config.json"
+    try:
+        config = from_dict(json.loads(file.read_text()))
+    except (OSError, json.JSONDecodeError) as error:
+        raise InputError(f"{path} is no run directory: {file} cannot be read ({error})") from error
+    return dataclasses.replace(config, run=dataclasses.replace(config.run, dir=path))
+
+
+def git_commit() -> str | None:
+    """The commit of the source tree that depthjax runs from, '+changes' where it is not clean."""
+
+    def git(*arguments: str) -> str:
+        folder = os.path.dirname(os.path.abspath(__file__))
+        command = ["git", "-C", folder, *arguments]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
+    try:
+        return git("rev-parse", "HEAD") + (
+            "+changes" if git("status", "--porcelain", "-uno") else ""
+        )
+    except (OSError, subprocess.CalledProcessError):
+        return None
+
+
+def check_unchanged(saved: dict[str, Any], config: Config) -> list[str]:
+    """The fields that differ from the saved config and may, as 'name: old -> new'.
+
+    Raises InputError that lists those which may not: the checkpoint would not fit, or the data
+    would come in another order.
+    """
+    old, new = flatten(saved), flatten(config)
+    names = [n for n in sorted(old.keys() | new.keys()) if old.get(n) != new.get(n)]
+    fixed = [n for n in names if n.startswith(_FIXED) and n not in _FREE]
+    if fixed:
+        changes = ", ".join(f"{n}: {old.get(n)!r} -> {new.get(n)!r}" for n in fixed)
+        raise InputError(
+            f"the checkpoint in run.dir was made with another config ({changes}): set these back, "
+            "or give another run.dir"
+        )
+    return [f"{n}: {old.get(n)} -> {new.get(n)}" for n in names]

@@ -1,0 +1,10 @@
+"""Tests run on the CPU, with eight simulated devices."""
+
+import os
+
+os.environ["JAX_PLATFORMS"] = "cpu"
+
+import jax
+
+jax.config.update("jax_num_cpu_devices", 8)
+jax.config.update("jax_disable_most_optimizations", True)  # tests compile more than they compute

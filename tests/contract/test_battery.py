@@ -1,0 +1,262 @@
+"""The contract: one list of properties that every registered residual connection keeps."""
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+from naive import NAIVE
+
+from depthjax.models import Shape, Transformer
+from depthjax.plan import forward_flops_per_token
+from depthjax.residuals import KINDS, REGISTRY, BlockAttnRes, ResidualModule, append
+from depthjax.train.loss import next_token_losses
+
+pytestmark = pytest.mark.jax_version
+
+SHAPE = Shape(layers=3, width=32, heads=4, kv_heads=2, mlp_width=48)
+VOCAB = 61
+
+# Every variant with its defaults; block sizes that are even, odd and ragged (4 + 2 sublayers).
+RULES = {name: make() for name, make in REGISTRY.items()}
+RULES |= {f"block_attnres_b{b}": BlockAttnRes(block_size_sublayers=b) for b in (2, 3, 4)}
+every_rule = pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
+
+
+def build(rule, seed=0, noise=0.3, **options) -> Transformer:
+    """A model whose every parameter is random, also those that start at zero or one."""
+    model = Transformer(SHAPE, VOCAB, rule, rngs=nnx.Rngs(seed), **options)
+    graph, state = nnx.split(model)
+    leaves, tree = jax.tree.flatten(state)
+    keys = jax.random.split(jax.random.key(seed), len(leaves))
+    noisy = [
+        leaf + noise * jax.random.normal(key, leaf.shape, leaf.dtype) * (1 + jnp.abs(leaf).mean())
+        for leaf, key in zip(leaves, keys, strict=True)
+    ]
+    return nnx.merge(graph, jax.tree.unflatten(tree, noisy))
+
+
+def tokens(batch=2, length=7):
+    return jax.random.randint(jax.random.key(9), (batch, length), 0, VOCAB)
+
+
+def loss_and_gradients(model, ids):
+    graph, params = nnx.split(model)
+
+    def loss(params):
+        return jnp.mean(next_token_losses(nnx.merge(graph, params)(ids), ids))
+
+    value, gradients = jax.jit(jax.value_and_grad(loss))(params)
+    return value, nnx.to_pure_dict(gradients)
+
+
+def assert_close(actual, expected, rtol=1e-4, atol=1e-6):
+    """Every leaf within rtol of the largest value of the expected leaf."""
+
+    def check(path, a, b):
+        bound = rtol * float(jnp.max(jnp.abs(b))) + atol
+        worst = float(jnp.max(jnp.abs(a.astype(jnp.float32) - b.astype(jnp.float32))))
+        assert worst <= bound, f"{jax.tree_util.keystr(path)}: off by {worst}, allowed {bound}"
+
+    jax.tree_util.tree_map_with_path(check, actual, expected)
+
+
+def naive_logits(model, ids):
+    """The model's function spelt with the naive residual connection and a loop over layers."""
+    embedded = model.embedding[...][ids]
+    branches = []
+    for s in range(2 * SHAPE.layers):
+        graph, state = nnx.split(model.mlp if s % 2 else model.attention)
+        layer = nnx.merge(graph, jax.tree.map(lambda leaf, i=s // 2: leaf[i], state))
+        branches.append(lambda x, layer=layer: layer(x)[0])
+    rule = model.residual.rule
+    return NAIVE[rule.name](rule, model.residual.layered(), branches, embedded) @ model.head[...]
+
+
+def test_every_variant_has_a_naive_form():
+    assert NAIVE.keys() == REGISTRY.keys()
+
+
+@every_rule
+def test_scan_equals_naive_loop(rule):
+    model, ids = build(rule), tokens()
+    graph, params = nnx.split(model)
+
+    def naive(params):
+        return jnp.mean(next_token_losses(naive_logits(nnx.merge(graph, params), ids), ids))
+
+    value, gradients = loss_and_gradients(model, ids)
+    expected, expected_gradients = jax.jit(jax.value_and_grad(naive))(params)
+    np.testing.assert_allclose(value, expected, rtol=1e-5)
+    assert_close(gradients, nnx.to_pure_dict(expected_gradients), rtol=2e-4)
+
+
+@every_rule
+def test_scan_equals_unrolled_and_rematerialised(rule):
+    ids = tokens()
+    value, gradients = loss_and_gradients(build(rule), ids)
+    for options in ({"unroll": True}, {"remat": True}):
+        other, other_gradients = loss_and_gradients(build(rule, **options), ids)
+        np.testing.assert_allclose(value, other, rtol=1e-6)
+        assert_close(other_gradients, gradients)
+
+
+@every_rule
+def test_float64_stays_float64(rule):
+    """A hidden cast to fp32 anywhere would leave an error near 1e-7."""
+    with jax.enable_x64(True):
+        model = build(rule, dtype=jnp.float64, param_dtype=jnp.float64)
+        graph, state = nnx.split(model)
+        state = jax.tree.map(lambda leaf: leaf.astype(jnp.float64), state)
+        model, ids = nnx.merge(graph, state), tokens()
+        difference = jnp.max(jnp.abs(jax.jit(lambda: model(ids))() - naive_logits(model, ids)))
+        assert model(ids).dtype == jnp.float64
+        assert difference < 1e-12
+
+
+@every_rule
+def test_bfloat16_is_finite_and_close(rule):
+    ids = tokens()
+    wide = build(rule, noise=0.05)(ids)
+    narrow = build(rule, noise=0.05, dtype=jnp.bfloat16)(ids)
+    assert narrow.dtype == jnp.float32
+    assert jnp.all(jnp.isfinite(narrow))
+    assert float(jnp.std(narrow - wide)) < 0.03 * float(jnp.std(wide))
+
+
+@every_rule
+def test_traces_once_for_all_depth_indices(rule):
+    """Skipped and swapped layers are traced indices: a probe over all of them compiles once."""
+    model, traces = build(rule), []
+
+    @jax.jit
+    def probe(ids, skip, i, j):
+        traces.append(1)
+        return model(ids, skip=skip, swap=(i, j))
+
+    plain = model(tokens())
+    for index in range(2):
+        assert jnp.any(probe(tokens(), index, index, 2) != plain)
+    assert len(traces) == 1
+
+
+@every_rule
+def test_swapping_twice_or_a_layer_with_itself_changes_nothing(rule):
+    model, ids = build(rule), tokens()
+    params = model.residual.layered()
+    swapped = model.residual.rule.swap(params, 0, 2)
+    assert_close(model.residual.rule.swap(swapped, 0, 2), params, rtol=0, atol=0)
+    np.testing.assert_array_equal(model(ids, swap=(2, 2)), model(ids))
+
+
+@every_rule
+def test_sharded_equals_single_device(rule):
+    model, ids = build(rule), tokens(batch=8)
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+    value, gradients = loss_and_gradients(model, ids)
+    sharded = jax.device_put(ids, NamedSharding(mesh, P("data")))
+    other, other_gradients = loss_and_gradients(model, sharded)
+    np.testing.assert_allclose(value, other, rtol=1e-5)
+    assert_close(other_gradients, gradients)
+
+
+@every_rule
+def test_dead_history_rows_are_never_seen(rule):
+    """Rows beyond a reader's count may hold NaN: outputs and gradients do not change."""
+    model = build(rule)
+    module, width = model.residual, SHAPE.width
+
+    def run(x, poison):
+        carry, history = module.begin(x)
+        history = jax.tree.map(lambda buffer: jnp.full_like(buffer, poison), history)
+        for s in range(2 * SHAPE.layers):
+            y, _, (carry, history) = module.read((carry, history), s)
+            carry, history = module.write((carry, history), jnp.tanh(y), s)
+        return jnp.sum(module.finish((carry, history)) ** 2 * jnp.arange(width))
+
+    x = jax.random.normal(jax.random.key(1), (3, width))
+    clean = jax.value_and_grad(run)(x, 0.0)
+    poisoned = jax.value_and_grad(run)(x, jnp.nan)
+    jax.tree.map(np.testing.assert_array_equal, clean, poisoned)
+
+
+@every_rule
+def test_history_rows_are_written_once(rule):
+    model = build(rule)
+    module = model.residual
+    carry, history = module.begin(jax.random.normal(jax.random.key(1), (3, SHAPE.width)))
+    written = set()
+    for s in range(2 * SHAPE.layers):
+        x, _, carry, history = module.rule.read(module._row(s), carry, history, s)
+        carry, appended = module.rule.write(module._row(s), carry, jnp.tanh(x), None, s)
+        history = append(history, appended)
+        if appended is not None and appended[2]:
+            assert int(appended[1]) not in written
+            written.add(int(appended[1]))
+    assert written == set(range(jax.tree.leaves(history)[0].shape[0] if written else 0))
+
+
+@every_rule
+def test_declared_parameters_are_those_stored(rule):
+    """Rows that a layer lacks are not stored; the padded form adds zeros in front of them only."""
+    rule = rule.bind(SHAPE.layers)
+    module = ResidualModule(rule, layers=SHAPE.layers, width=SHAPE.width, rngs=nnx.Rngs(0))
+    declared = rule.parameters(SHAPE.layers, SHAPE.width)
+    for kind in KINDS:
+        for name, parameter in declared[kind].items():
+            stored = getattr(module, kind)[name][...]
+            assert stored.shape == (SHAPE.layers - parameter.first_layer, *parameter.shape)
+            padded = module.layered()[kind][name]
+            assert padded.shape == (SHAPE.layers, *parameter.shape)
+            np.testing.assert_array_equal(padded[parameter.first_layer :], stored)
+    assert declared["final"].keys() == module.final.keys()
+
+
+@every_rule
+def test_flops_are_the_compilers(rule):
+    """Counted on a program without loops, whose whole cost XLA knows; its norms, softmax and
+    rotations are in no formula, hence the one-sided tolerance."""
+    shape = Shape(layers=3, width=256, heads=4, kv_heads=2, mlp_width=768)
+    model = Transformer(shape, 512, rule, unroll=True, rngs=nnx.Rngs(0))
+    batch, context = 2, 128
+    graph, params = nnx.split(model)
+    ids = jax.ShapeDtypeStruct((batch, context), jnp.int32)
+    compiled = jax.jit(lambda p, ids: nnx.merge(graph, p)(ids)).lower(params, ids).compile()
+    counted = compiled.cost_analysis()["flops"] / (batch * context)
+    formula = forward_flops_per_token(shape, 512, context, model.residual.rule, causal=False)
+    assert 0.97 < formula / counted <= 1.001
+
+
+@every_rule
+def test_usable_in_a_python_loop(rule):
+    """ResidualModule's own moves, one Python call each, are the scan."""
+    model, ids = build(rule), tokens()
+    state = model.residual.begin(model.embedding[...][ids])
+    for s in range(2 * SHAPE.layers):
+        graph, params = nnx.split(model.mlp if s % 2 else model.attention)
+        branch = nnx.merge(graph, jax.tree.map(lambda leaf, i=s // 2: leaf[i], params))
+        x, ctx, state = model.residual.read(state, s)
+        y, aux = branch(x, ctx)
+        state = model.residual.write(state, y, s, aux)
+    assert_close(model.logits(model.residual.finish(state)), model(ids))
+
+
+@every_rule
+def test_rule_is_hashable_and_frozen(rule):
+    assert hash(rule) == hash(dataclasses.replace(rule))
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        rule.eps = 1.0
+
+
+@every_rule
+def test_parameter_count_is_the_formula(rule):
+    """Pre-LN: (2 L + 1) D norm scales; Attention Residuals add 4 L D (DepthBench, table 6)."""
+    model = build(rule)
+    counted = sum(math.prod(x.shape) for x in jax.tree.leaves(nnx.state(model.residual)))
+    extra = 0 if rule.name == "pre_ln" else 4 * SHAPE.layers * SHAPE.width
+    assert counted == (2 * SHAPE.layers + 1) * SHAPE.width + extra

@@ -1,0 +1,103 @@
+"""The house rules: what may import what, and where variants may be named."""
+
+import ast
+import pathlib
+import re
+import subprocess
+import sys
+
+import pytest
+
+import depthjax
+from depthjax.residuals import REGISTRY
+
+PACKAGE = pathlib.Path(depthjax.__file__).parent
+
+# Who may import whom: a room sees itself, the rooms listed, and nothing else of depthjax.
+MAY_IMPORT = {
+    "errors": set(),
+    "kernels": set(),
+    "residuals": {"kernels"},
+    "layers": {"kernels"},
+    "models": {"layers", "residuals", "errors"},
+    "data": {"errors"},
+    "config": {"models", "residuals", "errors"},
+    "plan": {"config", "data", "models", "residuals", "errors"},
+    "interop": {"models", "residuals", "errors"},
+    "train": {"config", "data", "models", "plan", "residuals", "errors"},
+    "overrides": {"config", "errors"},
+    "cli_data": {"overrides", "data", "errors"},
+    "cli": {"train", "plan", "config", "overrides", "cli_data", "errors"},
+    "__main__": {"cli"},
+    "__init__": set(),
+}
+FILES = sorted(PACKAGE.rglob("*.py"))
+
+
+def room(path: pathlib.Path) -> str:
+    return path.relative_to(PACKAGE).with_suffix("").parts[0]
+
+
+def imports(path: pathlib.Path):
+    """Absolute names of all modules that a file imports, wherever the statement stands."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path} has a relative import"
+            yield node.module
+            if node.module == "depthjax":
+                yield from (f"depthjax.{alias.name}" for alias in node.names)
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_imports_point_down(path):
+    rooms = {name.split(".")[1] for name in imports(path) if name.startswith("depthjax.")}
+    rooms -= {"__version__", room(path)}
+    assert rooms <= MAY_IMPORT[room(path)]
+
+
+def test_residuals_import_with_jax_and_flax_alone():
+    """Everything that jax and flax do not bring themselves is blocked."""
+    code = """
+import sys
+import jax, flax.nnx
+allowed = set(sys.modules)
+class Block:
+    def find_spec(self, name, path=None, target=None):
+        top = name.partition(".")[0]
+        if top in sys.stdlib_module_names or top in ("jax", "jaxlib", "flax", "numpy", "ml_dtypes"):
+            return None
+        if top == "depthjax" and (name + ".").startswith(
+            ("depthjax.residuals.", "depthjax.kernels.")) or name == "depthjax":
+            return None
+        raise ImportError(f"depthjax.residuals must not import {name}")
+sys.meta_path.insert(0, Block())
+import depthjax.residuals
+new = {name.partition(".")[0] for name in set(sys.modules) - allowed}
+print(sorted(new - set(sys.stdlib_module_names)))
+"""
+    command = [sys.executable, "-c", code]
+    result = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert set(ast.literal_eval(result.stdout)) <= {"depthjax", "jax", "jaxlib", "flax", "numpy"}
+
+
+def test_no_variant_is_named_outside_its_rooms():
+    names = set(REGISTRY) | {type(make()).__name__ for make in REGISTRY.values()}
+    words = re.compile(r"|".join([*names, r"attn_?res\b", r"attention residuals"]), re.IGNORECASE)
+    for path in FILES:
+        if room(path) in ("residuals", "interop", "kernels"):
+            continue
+        text = path.read_text()
+        allowed = "PreLN" if room(path) == "config" else ""  # the default of a config
+        found = {m[0] for m in words.finditer(text)} - {allowed}
+        assert not found, f"{path} names {found}"
+
+
+def test_files_and_functions_stay_small():
+    for path in FILES:
+        tree = ast.parse(path.read_text())
+        assert len(path.read_text().splitlines()) <= 450, path
+        for node in ast.walk(tree):
+            if isinstance(node, ast.FunctionDef):
+                assert node.end_lineno - node.lineno < 80, f"{path}: {node.name}"
