@@ -13,8 +13,14 @@ from depthjax.residuals import BlockAttnRes
 
 def config() -> Config:
     return Config(
-        model=ModelConfig(shape="tiny-L8", residual=BlockAttnRes(), context=128, dtype="float32"),
+        model=ModelConfig(
+            shape="tiny-L8",
+            residual=BlockAttnRes(),
+            context=128,
+            dtype="float32",
+            remat=True,  # on a CPU, moving activations costs more than computing them again
+        ),
         data=DataConfig(tokenizer="bpe8k"),
-        train=TrainConfig(steps=300, batch=16, peak_lr=4e-3, warmup_steps=20),
-        run=RunConfig(dir="runs/quickstart", save_every=100, eval_every=100, depth_sizes=True),
+        train=TrainConfig(steps=200, batch=16, peak_lr=4e-3, warmup_steps=20),
+        run=RunConfig(dir="runs/quickstart", save_every=50, eval_every=50, depth_sizes=True),
     )

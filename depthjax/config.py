@@ -157,7 +157,9 @@ class Config:
                     f"model.{name} is {value}, but model.shape {model.shape} makes it "
                     f"{getattr(named, name)}: leave it out, or take model.shape custom"
                 )
-        return dataclasses.replace(named, **({"kv_heads": k} if (k := model.kv_heads) else {}))
+        return dataclasses.replace(
+            named, **({} if model.kv_heads is None else {"kv_heads": model.kv_heads})
+        )
 
     @property
     def residual(self) -> Residual:
@@ -267,7 +269,10 @@ def load_config(path: str, shape: str | None = None, residual: str | None = None
     except (SyntaxError, AttributeError, ImportError, NameError) as error:
         raise InputError(f"config file {path} does not define config(): {error}") from error
     given = {"shape": shape, "residual": residual}
-    config = module.config(**{k: v for k, v in given.items() if v is not None and k in dials})
+    try:
+        config = module.config(**{k: v for k, v in given.items() if v is not None and k in dials})
+    except (TypeError, AttributeError, NameError, ImportError) as error:
+        raise InputError(f"config() in {path} does not work: {error}") from error
     if not isinstance(config, Config):
         raise InputError(
             f"config() in {path} returns {type(config).__name__}: return a depthjax.config.Config"

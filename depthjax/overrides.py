@@ -3,7 +3,6 @@ wrong in one sentence."""
 
 import contextlib
 import io
-import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -23,9 +22,7 @@ def override(
     `--model.shape` and `--model.residual` go to `load`, so that a config can follow them; the rest
     override fields of what it returns. Raises InputError naming an unknown field or a wrong value.
     """
-    arguments = [
-        re.sub(r"(?<=\w)-(?=[\w.-]*(=|$))", "_", a) if _is_flag(a) else a for a in arguments
-    ]
+    arguments = [_underscored(argument) for argument in arguments]
     rest, dials = _take(arguments, _DIALS)
     default = load(dials["--model.shape"], dials["--model.residual"])
     return parse(
@@ -60,6 +57,14 @@ def parse(run: Callable[[], Any]) -> Any:
 
 def _is_flag(argument: str) -> bool:
     return argument.startswith("--")
+
+
+def _underscored(argument: str) -> str:
+    """`--a.b-c=d-e` as `--a.b_c=d-e`."""
+    if not _is_flag(argument):
+        return argument
+    name, equals, value = argument.removeprefix("--").partition("=")
+    return f"--{name.replace('-', '_')}{equals}{value}"
 
 
 def _take(

@@ -92,7 +92,8 @@ SHAPES: dict[str, Shape] = {
 def shape_of(name: str) -> Shape:
     """The shape called `name`; InputError with the nearest name where there is none."""
     if name not in SHAPES:
-        near = difflib.get_close_matches(name, SHAPES, n=3, cutoff=0.0)
+        family = [known for known in SHAPES if known.startswith(name.rpartition("-L")[0] + "-L")]
+        near = family or difflib.get_close_matches(name, SHAPES, n=3, cutoff=0.0)
         raise InputError(
             f"model.shape is {name!r}, which is no known shape: try {', '.join(near)}, "
             "or 'custom' with layers, width, heads and mlp_width"

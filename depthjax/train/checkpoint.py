@@ -52,18 +52,18 @@ class Checkpoints:
         return self._checkpointer.checkpointables_metadata(step).custom_metadata
 
     def restore(
-        self, abstract: TrainState, check: Callable[[dict[str, Any]], None]
+        self, abstract: TrainState, accept: Callable[[dict[str, Any]], bool]
     ) -> tuple[TrainState, dict[str, Any]] | None:
-        """The newest state that can be read, laid out as `abstract`, and its meta; None without
-        any.
+        """The newest readable state, laid out as `abstract`, and its meta; None without any.
 
         Damaged and half-written checkpoints are named and passed over, but never deleted: with
-        nothing readable left this raises InputError. `check` sees the meta before anything is
-        loaded and may raise.
+        nothing readable left this raises InputError. `accept` sees each meta before its state is
+        loaded, and may turn it down or raise.
         """
         for name in self._unfinished:
             self._say(f"checkpoint {name} was never finished: falling back to the one before it")
         self._unfinished = []
+        self._checkpointer.wait()  # a checkpoint that is still being written is the newest
         found = self.steps
         for step in reversed(found):
             try:
@@ -73,14 +73,15 @@ class Checkpoints:
             except Exception as error:
                 self._pass_over(step, error)
                 continue
-            check(meta)
+            if not accept(meta):
+                continue
             try:
-                return self._checkpointer.load_checkpointables(step, {"state": abstract})[
-                    "state"
-                ], meta
+                loaded = self._checkpointer.load_checkpointables(step, {"state": abstract})
             except Exception as error:  # Orbax and tensorstore raise many kinds for a damaged file
                 self._pass_over(step, error)
-        if found:
+                continue
+            return loaded["state"], meta
+        if found and not self.steps:
             raise InputError(
                 f"none of the checkpoints {found} in {self._checkpointer.directory} can be read: "
                 "restore one from a copy, or start anew with another run.dir"

@@ -81,7 +81,7 @@ def evaluate_run(config: Config, say: Callable[[str], None]) -> dict[str, Any]:
     program = Program(config, vocab, data_mesh())
     checkpoints = Checkpoints(folder, keep=None, say=say) if folder.is_dir() else None
     restored = checkpoints and checkpoints.restore(
-        program.abstract_state(), lambda meta: check_unchanged(meta["config"], config)
+        program.abstract_state(), lambda meta: check_unchanged(meta["config"], config) is not None
     )
     if not restored:
         raise InputError(f"run.dir {config.run.dir} holds no checkpoint: train it first")

@@ -37,8 +37,7 @@ def train(config: Config, console: Console | None = None) -> tuple[dict[str, Any
     """
     console = console or Console()
     config.check().check_devices(jax.device_count())
-    with StopSignal(console.print) as stop:
-        directory = RunDirectory(config.run.dir)
+    with StopSignal(console.print) as stop, RunDirectory(config.run.dir) as directory:
         shards, vocab = open_data(config)
         run = _Run(config, directory, shards, vocab, console)
         try:
@@ -68,7 +67,7 @@ class _Run:
         """The state to begin with, restored where the run has a checkpoint."""
         notes: list[str] = []
 
-        def check(meta: dict[str, Any]) -> None:
+        def accept(meta: dict[str, Any]) -> bool:
             notes[:] = check_unchanged(meta["config"], self.config)
             if meta["train_tokens"] != self.shards.train.tokens:
                 raise InputError(
@@ -76,8 +75,9 @@ class _Run:
                     f"run.dir was made with {meta['train_tokens']}: give the same data, or another "
                     "run.dir"
                 )
+            return True
 
-        restored = self.checkpoints.restore(self.program.abstract_state(), check)
+        restored = self.checkpoints.restore(self.program.abstract_state(), accept)
         self.directory.write_origin(self.config)
         if restored is None:
             self.directory.note("start")
@@ -86,7 +86,11 @@ class _Run:
         step = int(state.step)
         self.batches.set_state(meta["data"])
         self.seconds_before, self.rollbacks = meta["seconds"], meta["rollbacks"]
-        self.resumed_from = [*meta["resumed_from"], step]
+        self.resumed_from = meta["resumed_from"]
+        if step >= self.config.train.steps:
+            self.console.print(f"all {self.config.train.steps} steps are done already")
+            return state, step
+        self.resumed_from = [*self.resumed_from, step]
         self.console.print(f"resuming at step {step} of {self.config.train.steps}")
         for note in notes:
             self.console.print(f"changed since the checkpoint: {note}")
@@ -106,6 +110,7 @@ class _Run:
             "train_tokens": self.shards.train.tokens,
             "seconds": self.seconds,
             "rollbacks": self.rollbacks,
+            "skipped_in_row": int(self.state.skipped_in_row),
             "resumed_from": self.resumed_from,
         }
         self.checkpoints.save(self.step, self.state, meta)
@@ -121,28 +126,26 @@ class _Run:
                 stop.ready()
                 self.step += 1
                 # The device works on this step while the metrics of the one before are looked at.
-                if interval.settle() >= self.config.train.guard_patience:
+                interval.settle()
+                interval.pending = (self.step, metrics)
+                evaluate = run.eval_every and self.step % run.eval_every == 0 and self.step < steps
+                save = self.step % run.save_every == 0
+                if evaluate or save:
+                    interval.settle()
+                if interval.skipped_in_row >= self.config.train.guard_patience:
                     self._roll_back()
                     interval = _Interval(self)
                     continue
-                interval.pending = (self.step, metrics)
-                if run.eval_every and self.step % run.eval_every == 0 and self.step < steps:
-                    interval.settle()
+                if evaluate:
                     self._evaluate()
-                if self.step % run.save_every == 0:
-                    self._save_if_trusted(interval)
+                if save and interval.skipped_in_row == 0:  # a place to return to
+                    self.save()
             interval.settle()
-            self._save_if_trusted(interval)
+            self.save()
         if self.step < steps:
             self.console.print(f"stopped at step {self.step} of {steps}: run again to continue")
             self.directory.note("stop", step=self.step)
         return self.step >= steps
-
-    def _save_if_trusted(self, interval: "_Interval") -> None:
-        """Saves unless updates are being skipped just now: a checkpoint is a place to return to."""
-        interval.settle()
-        if int(self.state.skipped_in_row) == 0:
-            self.save()
 
     def _evaluate(self) -> None:
         loss = heldout_loss(
@@ -152,7 +155,7 @@ class _Run:
         self.progress.update(self.step, f"held-out loss {loss:.4f}")
 
     def _roll_back(self) -> None:
-        """Returns to the last checkpoint but not to its data, which led to the trouble."""
+        """Returns to the last good checkpoint but not to its data, which led to the trouble."""
         train = self.config.train
         trouble = (
             f"{train.guard_patience} updates in a row were skipped up to step {self.step}, their "
@@ -161,7 +164,9 @@ class _Run:
         remedy = "lower train.peak_lr, or raise train.guard_norm if such gradients are right here"
         if self.rollbacks:
             raise TrainingDiverged(f"{trouble}, again after a return to a checkpoint: {remedy}")
-        restored = self.checkpoints.restore(self.program.abstract_state(), lambda meta: None)
+        restored = self.checkpoints.restore(
+            self.program.abstract_state(), lambda meta: meta["skipped_in_row"] == 0
+        )
         if restored is None:
             raise TrainingDiverged(f"{trouble}, and there is no checkpoint to return to: {remedy}")
         self.state, _ = restored
@@ -213,6 +218,7 @@ class _Interval:
     def __init__(self, run: _Run):
         self.run = run
         self.pending: tuple[int, dict[str, jax.Array]] | None = None
+        self.skipped_in_row = 0
         config = run.config
         self._flops = training_flops_per_token(
             config.shape, run.vocab, config.model.context, config.residual
@@ -232,16 +238,16 @@ class _Interval:
         self._waited += time.monotonic() - began
         return rows
 
-    def settle(self) -> int:
-        """Waits for the pending step, logs if due; returns how many were skipped in a row."""
+    def settle(self) -> None:
+        """Waits for the pending step, and logs if it is time."""
         if self.pending is None:
-            return 0
+            return
         (step, metrics), self.pending = self.pending, None
         values = jax.device_get(metrics)
+        self.skipped_in_row = int(values["skipped_in_row"])
         self._losses.append(float(values["loss"]))
         if step % self.run.config.run.log_every == 0 or step == self.run.config.train.steps:
             self._log(step, values)
-        return int(values["skipped_in_row"])
 
     def _log(self, step: int, values: dict[str, np.ndarray]) -> None:
         config = self.run.config

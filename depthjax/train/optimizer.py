@@ -42,11 +42,18 @@ def decay_mask(params: nnx.State, decay_vectors: bool) -> Any:
     return mask
 
 
+def clip(gradient: Any, limit: float) -> tuple[Any, jax.Array]:
+    """The gradient scaled down to a global L2 norm of at most `limit`, and its fp32 norm before."""
+    norm = optax.tree.norm(jax.tree.map(lambda g: g.astype(jnp.float32), gradient))
+    scale = jnp.minimum(1.0, limit / norm)
+    return jax.tree.map(lambda g: (g * scale).astype(g.dtype), gradient), norm
+
+
 def adamw(train: TrainConfig, mask: Any) -> optax.GradientTransformation:
-    """Clip by the global norm, Adam, decoupled weight decay (Loshchilov & Hutter 2019); multiply
-    its updates by the negative learning rate. Moments have the dtype of the parameters."""
+    """Adam with decoupled weight decay (Loshchilov & Hutter 2019) for gradients that are clipped
+    already; multiply its updates by the negative learning rate. Moments have the dtype of the
+    parameters."""
     return optax.chain(
-        optax.clip_by_global_norm(train.clip_norm),
         optax.scale_by_adam(train.beta1, train.beta2, train.adam_eps),
         optax.add_decayed_weights(train.weight_decay, mask),
     )

@@ -21,7 +21,7 @@ _FREE = ("model.remat", "model.dtype", "model.init_std", "model.init_seed")
 
 
 class RunDirectory:
-    """A run's directory, created if need be and locked against a second writer while open.
+    """A run's directory, created if need be and locked against a second writer until closed.
 
     Raises InputError where it cannot be written to or another process is training in it.
     """
@@ -41,12 +41,19 @@ class RunDirectory:
 
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
+            self._lock.close()
             raise InputError(
                 f"run.dir is {path!r}, in which another process is training: wait for it, or give "
                 "another directory"
             ) from error
         except (ImportError, OSError):
             pass  # no locks on this system or file system
+
+    def __enter__(self) -> "RunDirectory":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._lock.close()
 
     def write_origin(self, config: Config) -> None:
         """Saves the resolved config, and beside it versions, commit and machine."""

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 from depthjax.config import Config, build_model
 from depthjax.models import Transformer
 from depthjax.train.loss import next_token_losses, summed_loss
-from depthjax.train.optimizer import adamw, decay_mask, learning_rate
+from depthjax.train.optimizer import adamw, clip, decay_mask, learning_rate
 
 
 class TrainState(NamedTuple):
@@ -81,9 +81,8 @@ class Program:
         """Mean loss over all B (T - 1) predictions, and the RMS of the residual state by depth."""
         model = self.model(params)
         observer = None if meters is None else _mean_square
-        features, seen = model.features(input_ids, meters=meters, observer=observer)
-        loss = jnp.mean(next_token_losses(model.logits(features), input_ids))
-        return loss, None if seen is None else seen[::2]
+        losses, seen = next_token_losses(model, input_ids, meters=meters, observer=observer)
+        return jnp.mean(losses), None if seen is None else seen[::2]
 
     def _gradients(self, params: Any, batch: jax.Array):
         """((loss, squares by depth), (gradient, meter readings)), averaged over micro-batches.
@@ -110,7 +109,7 @@ class Program:
         """One update from input_ids int32 [B, T], skipped if its gradient cannot be trusted."""
         train = self.config.train
         (loss, squares), (gradient, readings) = self._gradients(state.params, batch)
-        norm = optax.global_norm(gradient)
+        gradient, norm = clip(gradient, train.clip_norm)
         rate = learning_rate(state.step + 1, train, self.config.warmup_steps)
         trusted = jnp.isfinite(loss) & (norm <= train.guard_norm)  # a NaN norm is not <= either
 
@@ -132,7 +131,7 @@ class Program:
         return new_state, metrics
 
     def _heldout(self, params: Any, input_ids: jax.Array, lengths: jax.Array) -> jax.Array:
-        return summed_loss(self.model(params)(input_ids), input_ids, lengths)
+        return summed_loss(self.model(params), input_ids, lengths)
 
 
 def _mean_square(rule, params, carry, history, s) -> jax.Array:

@@ -49,7 +49,7 @@ def loss_and_gradients(model, ids):
     graph, params = nnx.split(model)
 
     def loss(params):
-        return jnp.mean(next_token_losses(nnx.merge(graph, params)(ids), ids))
+        return jnp.mean(next_token_losses(nnx.merge(graph, params), ids)[0])
 
     value, gradients = jax.jit(jax.value_and_grad(loss))(params)
     return value, nnx.to_pure_dict(gradients)
@@ -88,7 +88,8 @@ def test_scan_equals_naive_loop(rule):
     graph, params = nnx.split(model)
 
     def naive(params):
-        return jnp.mean(next_token_losses(naive_logits(nnx.merge(graph, params), ids), ids))
+        logits = jax.nn.log_softmax(naive_logits(nnx.merge(graph, params), ids)[:, :-1])
+        return -jnp.mean(jnp.take_along_axis(logits, ids[:, 1:, None], axis=-1))
 
     value, gradients = loss_and_gradients(model, ids)
     expected, expected_gradients = jax.jit(jax.value_and_grad(naive))(params)

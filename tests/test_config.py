@@ -1,0 +1,164 @@
+"""Configs: their files, their JSON form, and what is wrong with them in one sentence."""
+
+import dataclasses
+import json
+import pathlib
+
+import pytest
+
+from depthjax.config import (
+    Config,
+    ModelConfig,
+    RunConfig,
+    TrainConfig,
+    flatten,
+    from_dict,
+    load_config,
+    to_dict,
+)
+from depthjax.errors import InputError
+from depthjax.models import SHAPES
+from depthjax.residuals import REGISTRY, BlockAttnRes, FullAttnRes
+from depthjax.train.run_dir import check_unchanged
+
+CONFIGS = pathlib.Path(__file__).parent.parent / "configs"
+
+
+@pytest.mark.parametrize("name", REGISTRY)
+def test_json_round_trip(name):
+    config = Config(model=ModelConfig(residual=REGISTRY[name](eps=1e-5), vocab=100))
+    assert from_dict(json.loads(json.dumps(to_dict(config)))) == config
+
+
+def test_unknown_field_in_json():
+    values = to_dict(Config())
+    values["train"]["stepz"] = 3
+    with pytest.raises(
+        InputError, match=r"field 'stepz' is unknown to TrainConfig.*did you mean steps"
+    ):
+        from_dict(values)
+
+
+@pytest.mark.parametrize("file", sorted(CONFIGS.glob("*.py")), ids=lambda path: path.stem)
+def test_config_files_are_right_as_they_stand(file):
+    load_config(str(file)).check()
+
+
+@pytest.mark.parametrize("shape", [name for name in SHAPES if name != "tiny-L8"])
+@pytest.mark.parametrize("residual", REGISTRY)
+def test_study_follows_its_two_dials(shape, residual):
+    """DepthBench, "training recipe": steps by size, peak rate 2e-3 and at 1.6B 5e-4."""
+    config = load_config(str(CONFIGS / "depthbench.py"), shape, residual).check()
+    assert (config.model.shape, config.residual.name) == (shape, residual)
+    steps = {"200m": 3800, "300m": 5700, "500m": 9500, "1.6b": 30400}
+    family = shape.rpartition("-")[0]
+    assert config.train.steps == steps.get(family, 7600)
+    assert config.warmup_steps == config.train.steps // 10
+    assert config.train.peak_lr == (5e-4 if family == "1.6b" else 2e-3)
+    assert config.train.batch * config.model.context == 512 * 2048
+    assert getattr(config.residual, "mix_eps", 1e-5) == 1e-5
+
+
+def test_study_has_its_own_shapes_only():
+    with pytest.raises(InputError, match=r"model\.shape is 'tiny-L8'"):
+        load_config(str(CONFIGS / "depthbench.py"), "tiny-L8")
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("x = 1", r"does not define config\(\)"),
+        ("def config(:", r"does not define config\(\)"),
+        ("import nonsense_module", r"does not define config\(\)"),
+        ("def config():\n    return 3", "returns int: return a depthjax.config.Config"),
+        (
+            "from depthjax.config import *\ndef config():\n    return Config(modle=1)",
+            "modle",
+        ),
+    ],
+)
+def test_wrong_config_files(tmp_path, source, message):
+    file = tmp_path / "wrong.py"
+    file.write_text(source)
+    with pytest.raises(InputError, match=message):
+        load_config(str(file))
+
+
+CUSTOM = {"shape": "custom", "layers": 2, "width": 64, "heads": 4, "mlp_width": 96}
+
+
+@pytest.mark.parametrize(
+    ("part", "fields", "message"),
+    [
+        (
+            "model",
+            {"shape": "400m-L23"},
+            "model.shape is '400m-L23', .* try 400m-L16, 400m-L20, .* or 'custom'",
+        ),
+        ("model", {"shape": "custom"}, "model.shape is custom, which needs model.layers, "),
+        ("model", {"width": 100}, "model.width is 100, but model.shape tiny-L8 makes it 128"),
+        ("model", {**CUSTOM, "heads": 5}, "model.heads is 5, which does not divide model.width 64"),
+        ("model", {**CUSTOM, "kv_heads": 3}, "model.kv_heads is 3, .* divide model.heads 4"),
+        ("model", {"kv_heads": 0}, "model.kv_heads is 0: give a positive integer"),
+        ("model", {"context": 1}, "model.context is 1: give at least 2"),
+        (
+            "model",
+            {"residual": BlockAttnRes(block_size_sublayers=17)},
+            "model.residual: block_size_sublayers is 17, .* choose 1 to 16",
+        ),
+        ("train", {"batch": 30, "accumulate": 4}, "train.batch is 30, .*train.accumulate 4"),
+        ("train", {"batch": 0}, "train.batch is 0: give at least 1"),
+        ("train", {"steps": 0}, "train.steps is 0: give at least 1"),
+        (
+            "train",
+            {"warmup_steps": 2000},
+            r"train.warmup_steps is 2000: give 0 to train.steps \(1000",
+        ),
+        ("train", {"peak_lr": 0.0}, "train.peak_lr is 0.0: give a positive number"),
+        ("train", {"peak_lr": float("nan")}, "train.peak_lr is nan: give a positive number"),
+        ("train", {"weight_decay": -0.1}, "train.weight_decay is -0.1: give a positive number"),
+        ("train", {"beta2": 1.0}, r"train.beta2 is 1.0: give one in \[0, 1\)"),
+        ("run", {"save_every": 0}, "run.save_every is 0: give at least 1"),
+    ],
+)
+def test_wrong_fields(part, fields, message):
+    config = dataclasses.replace(
+        Config(), **{part: dataclasses.replace(getattr(Config(), part), **fields)}
+    )
+    with pytest.raises(InputError, match=message):
+        config.check()
+
+
+def test_batch_over_devices():
+    config = Config(train=TrainConfig(batch=24, accumulate=2))
+    config.check_devices(4)
+    with pytest.raises(InputError, match="micro-batch has 12 sequences, which 8 devices do not"):
+        config.check_devices(8)
+
+
+def test_kv_heads_override_a_named_shape():
+    config = Config(model=ModelConfig(shape="400m-L32", kv_heads=4))
+    assert config.shape == dataclasses.replace(SHAPES["400m-L32"], kv_heads=4)
+
+
+@pytest.mark.parametrize(
+    ("change", "fixed"),
+    [
+        ({"model": ModelConfig(context=64)}, "model.context: 2048 -> 64"),
+        ({"model": ModelConfig(residual=FullAttnRes())}, "model.residual.name: 'pre_ln' -> 'full"),
+        ({"train": TrainConfig(batch=64)}, "train.batch: 32 -> 64"),
+        ({"train": TrainConfig(steps=9, peak_lr=1.0)}, None),
+        ({"run": RunConfig(dir="elsewhere", log_every=3)}, None),
+        ({"model": ModelConfig(dtype="float32", remat=True)}, None),
+    ],
+)
+def test_what_may_change_in_a_run(change, fixed):
+    old, new = Config(), Config(**change)
+    if fixed:
+        with pytest.raises(InputError, match="made with another config") as error:
+            check_unchanged(to_dict(old), new)
+        assert fixed in str(error.value)
+    else:
+        before, after = flatten(old), flatten(new)
+        changed = {name for name in after if before[name] != after[name]}
+        assert {note.partition(":")[0] for note in check_unchanged(to_dict(old), new)} == changed
