@@ -5,6 +5,7 @@ one way: one sentence on stderr, exit status 2.
 """
 
 import functools
+import signal
 import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NoReturn
@@ -72,6 +73,7 @@ def _config_file(arguments: Sequence[str], prog: str) -> "Config":
 
 
 def _train(arguments: Sequence[str]) -> int:
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # while importing, nothing is at stake
     config = _config_file(arguments, "depthjax train").check()
     from rich.console import Console
 

@@ -17,6 +17,7 @@ from depthjax.train.checkpoint import Checkpoints
 from depthjax.train.inputs import open_data
 from depthjax.train.run_dir import check_unchanged
 from depthjax.train.step import Program, data_mesh
+from depthjax.train.stop import StopSignal
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,25 +36,37 @@ class HeldoutLosses:
 
 
 def heldout_losses(
-    program: Program, params: Any, shards: TokenShards, vocab: int, batches: int | None = None
+    program: Program,
+    params: Any,
+    shards: TokenShards,
+    vocab: int,
+    batches: int | None = None,
+    stop: StopSignal | None = None,
 ) -> HeldoutLosses:
-    """All three on at most `batches` batches of each kind (None: all held-out data)."""
-    windows = _predictions(program, params, _windows(program.config, shards.heldout), batches)
-    documents = _predictions(program, params, _documents(program.config, shards.heldout), batches)
+    """All three on at most `batches` batches of each kind (None: all held-out data).
+
+    Raises Stopped as soon as `stop` is requested.
+    """
+    config, split = program.config, shards.heldout
+    windows = _predictions(program, params, _windows(config, split), batches, stop)
+    documents = _predictions(program, params, _documents(config, split), batches, stop)
     return HeldoutLosses(
         heldout_loss=windows[0] / windows[1],
         heldout_loss_authors=documents[0] / (documents[1] + documents[2]),
-        heldout_unigram_loss=unigram_loss(program.config, shards, vocab, batches),
+        heldout_unigram_loss=unigram_loss(config, shards, vocab, batches),
     )
 
 
 def heldout_loss(
-    program: Program, params: Any, shards: TokenShards, batches: int | None = None
+    program: Program,
+    params: Any,
+    shards: TokenShards,
+    batches: int | None = None,
+    stop: StopSignal | None = None,
 ) -> float:
-    """The true mean alone, as logged during training."""
-    total, predictions, _ = _predictions(
-        program, params, _windows(program.config, shards.heldout), batches
-    )
+    """The true mean alone, as logged during training; raises Stopped once `stop` is requested."""
+    windows = _windows(program.config, shards.heldout)
+    total, predictions, _ = _predictions(program, params, windows, batches, stop)
     return total / predictions
 
 
@@ -109,10 +122,14 @@ def _predictions(
     params: Any,
     batches: Iterable[tuple[np.ndarray, np.ndarray]],
     most: int | None,
+    stop: StopSignal | None,
 ) -> tuple[float, int, int]:
     """(summed loss, predictions, rows) of batches of (input_ids [B, T], lengths [B])."""
     total, predictions, rows = [], 0, 0
     for input_ids, lengths in itertools.islice(batches, most):
+        if stop is not None:
+            jax.block_until_ready(total)
+            stop.check()
         mine = _mine(len(lengths))
         ids, sizes = program.put(input_ids[mine]), program.put(lengths[mine].astype(np.int32))
         total.append(program.heldout(params, ids, sizes))

@@ -5,6 +5,7 @@ import jax
 from depthjax.config import Config
 from depthjax.data import default_corpus, global_batches, load_tokenizer, open_shards
 from depthjax.data.shards import TokenShards
+from depthjax.errors import InputError
 
 
 def open_data(config: Config) -> tuple[TokenShards, int]:
@@ -18,6 +19,11 @@ def open_data(config: Config) -> tuple[TokenShards, int]:
         verify=config.data.verify,
         heldout=config.data.heldout,
     )
+    context = config.model.context
+    for split in (shards.train, shards.heldout):
+        if not split.tokens:
+            raise InputError(f"data.dir {shards.directory} has no tokens in its {split.name} split")
+        split.windows(context)  # raises where no shard is as long as the context
     return shards, vocab
 
 

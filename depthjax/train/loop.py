@@ -1,6 +1,7 @@
 """The training loop: resume, step, log, evaluate, save, stop."""
 
 import dataclasses
+import functools
 import math
 import time
 from collections.abc import Iterator
@@ -21,7 +22,7 @@ from depthjax.train.progress import ProgressLine
 from depthjax.train.report import write_summary
 from depthjax.train.run_dir import RunDirectory, check_unchanged
 from depthjax.train.step import Program, TrainState, data_mesh
-from depthjax.train.stop import StopSignal
+from depthjax.train.stop import Stopped, StopSignal
 
 
 class TrainingDiverged(RuntimeError):
@@ -36,13 +37,13 @@ def train(config: Config, console: Console | None = None) -> tuple[dict[str, Any
     before anything is compiled, and TrainingDiverged when the guard gives up.
     """
     console = console or Console()
+    say = functools.partial(console.print, soft_wrap=True, markup=False, highlight=False)
     config.check().check_devices(jax.device_count())
-    with StopSignal(console.print) as stop, RunDirectory(config.run.dir) as directory:
+    with StopSignal(say) as stop, RunDirectory(config.run.dir) as directory:
         shards, vocab = open_data(config)
-        run = _Run(config, directory, shards, vocab, console)
+        run = _Run(config, directory, shards, vocab, console, say)
         try:
-            finished = run.loop(stop)
-            return (run.summarize() if finished else None), stop.exit_status
+            return run.loop(stop), stop.exit_status
         finally:
             run.close()
 
@@ -50,18 +51,27 @@ def train(config: Config, console: Console | None = None) -> tuple[dict[str, Any
 class _Run:
     """The moving parts of one training run in one process."""
 
-    def __init__(self, config, directory: RunDirectory, shards, vocab: int, console: Console):
-        self.config, self.directory, self.console = config, directory, console
+    def __init__(self, config, directory: RunDirectory, shards, vocab: int, console, say):
+        self.config, self.directory, self.console, self.say = config, directory, console, say
         self.shards, self.vocab = shards, vocab
+        self.title = f"{config.residual.name}, {config.model.shape}, {shards.tokenizer}"
         self.program = Program(config, vocab, data_mesh())
         self.batches = training_batches(config, shards)
-        self.checkpoints = Checkpoints(
-            directory.path / "checkpoints", config.run.keep, console.print
-        )
+        self.checkpoints = Checkpoints(directory.path / "checkpoints", config.run.keep, say)
         self.seconds_before, self.rollbacks, self.resumed_from = 0.0, 0, []
         self.state, self.step = self._start()
         self.began = time.monotonic()
         self.metrics = Metrics(directory.path, self.step, config.run.tensorboard)
+        self.parameters = sum(x.size for x in jax.tree.leaves(self.state.params))
+        say(
+            f"{self.title}: {self.parameters:,} parameters, {config.train.steps:,} steps of "
+            f"{config.train.batch * config.model.context:,} tokens on {jax.device_count()} x "
+            f"{jax.devices()[0].device_kind}"
+        )
+        say(
+            f"text: {shards.train.tokens:,} training and {shards.heldout.tokens:,} held-out tokens "
+            f"in {shards.directory}"
+        )
 
     def _start(self) -> tuple[TrainState, int]:
         """The state to begin with, restored where the run has a checkpoint."""
@@ -88,12 +98,12 @@ class _Run:
         self.seconds_before, self.rollbacks = meta["seconds"], meta["rollbacks"]
         self.resumed_from = meta["resumed_from"]
         if step >= self.config.train.steps:
-            self.console.print(f"all {self.config.train.steps} steps are done already")
+            self.say(f"all {self.config.train.steps} steps are done already")
             return state, step
         self.resumed_from = [*self.resumed_from, step]
-        self.console.print(f"resuming at step {step} of {self.config.train.steps}")
+        self.say(f"resuming at step {step} of {self.config.train.steps}")
         for note in notes:
-            self.console.print(f"changed since the checkpoint: {note}")
+            self.say(f"changed since the checkpoint: {note}")
         self.directory.note("resume", step=step, changed=notes)
         return state, step
 
@@ -115,10 +125,12 @@ class _Run:
         }
         self.checkpoints.save(self.step, self.state, meta)
 
-    def loop(self, stop: StopSignal) -> bool:
-        """Trains to the end (True) or until asked to stop (False), and saves either way."""
+    def loop(self, stop: StopSignal) -> dict[str, Any] | None:
+        """Trains to the end and returns the summary; saves and returns None when asked to stop."""
         steps, run = self.config.train.steps, self.config.run
         with ProgressLine(self.console, steps, self.step) as self.progress:
+            if self._evaluation_due() and not self._evaluated():  # stopped before it was done
+                self._evaluate(stop)
             interval = _Interval(self)
             while self.step < steps and not stop.requested:
                 rows = interval.wait_for(self.batches)
@@ -128,7 +140,7 @@ class _Run:
                 # The device works on this step while the metrics of the one before are looked at.
                 interval.settle()
                 interval.pending = (self.step, metrics)
-                evaluate = run.eval_every and self.step % run.eval_every == 0 and self.step < steps
+                evaluate = self._evaluation_due()
                 save = self.step % run.save_every == 0
                 if evaluate or save:
                     interval.settle()
@@ -137,20 +149,35 @@ class _Run:
                     interval = _Interval(self)
                     continue
                 if evaluate:
-                    self._evaluate()
+                    self._evaluate(stop)
                 if save and interval.skipped_in_row == 0:  # a place to return to
                     self.save()
             interval.settle()
             self.save()
-        if self.step < steps:
-            self.console.print(f"stopped at step {self.step} of {steps}: run again to continue")
-            self.directory.note("stop", step=self.step)
-        return self.step >= steps
+        try:
+            if self.step >= steps:
+                return self._summarize(stop, self.seconds)
+        except Stopped:
+            pass
+        self.say(f"stopped at step {self.step} of {steps}: run again to continue")
+        self.directory.note("stop", step=self.step)
+        return None
 
-    def _evaluate(self) -> None:
-        loss = heldout_loss(
-            self.program, self.state.params, self.shards, self.config.run.eval_batches
-        )
+    def _evaluation_due(self) -> bool:
+        every, steps = self.config.run.eval_every, self.config.train.steps
+        return every > 0 and 0 < self.step < steps and self.step % every == 0
+
+    def _evaluated(self) -> bool:
+        records = read_jsonl(self.metrics.path)
+        return any(r["step"] == self.step and "heldout_loss" in r for r in records)
+
+    def _evaluate(self, stop: StopSignal) -> None:
+        try:
+            loss = heldout_loss(
+                self.program, self.state.params, self.shards, self.config.run.eval_batches, stop
+            )
+        except Stopped:  # which the loop notices by itself
+            return
         self.metrics.write(self.step, {"heldout_loss": loss})
         self.progress.update(self.step, f"held-out loss {loss:.4f}")
 
@@ -172,29 +199,27 @@ class _Run:
         self.state, _ = restored
         diverged_at, self.step = self.step, int(self.state.step)
         self.rollbacks += 1
-        self.console.print(f"{trouble}: returning to the checkpoint of step {self.step}")
+        self.say(f"{trouble}: returning to the checkpoint of step {self.step}")
         self.directory.note("rollback", step=diverged_at, to=self.step)
         self.metrics.close()
         self.metrics = Metrics(self.directory.path, self.step, self.config.run.tensorboard)
 
-    def summarize(self) -> dict[str, Any]:
+    def _summarize(self, stop: StopSignal, seconds: float) -> dict[str, Any]:
         """The final losses and counts, also written to summary.json, loss.png and the console."""
         config, state = self.config, self.state
-        self.console.print("computing the held-out losses")
+        self.say("computing the held-out losses")
         losses = heldout_losses(
-            self.program, state.params, self.shards, self.vocab, config.run.eval_batches
+            self.program, state.params, self.shards, self.vocab, config.run.eval_batches, stop
         )
-        path = self.metrics.path
-        records = read_jsonl(path)
-        if not any(r["step"] == self.step and "heldout_loss" in r for r in records):
+        if not self._evaluated():
             self.metrics.write(self.step, {"heldout_loss": losses.heldout_loss})
-        trained = [record["loss"] for record in records if "loss" in record]
+        trained = [r["loss"] for r in read_jsonl(self.metrics.path) if "loss" in r]
         summary = {
-            "title": f"{config.residual.name}, {config.model.shape}, {self.shards.tokenizer}",
+            "title": self.title,
             "steps": self.step,
             "tokens": self.step * config.train.batch * config.model.context,
-            "seconds": round(self.seconds, 3),
-            "parameters": sum(x.size for x in jax.tree.leaves(state.params)),
+            "seconds": round(seconds, 3),
+            "parameters": self.parameters,
             "train_loss": trained[-1] if trained else None,
             **dataclasses.asdict(losses),
             "resumed_from": self.resumed_from,

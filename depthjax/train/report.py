@@ -26,6 +26,8 @@ def write_summary(directory: pathlib.Path, summary: dict[str, Any], console: Con
 def print_table(title: str, values: dict[str, Any], console: Console) -> None:
     """Two columns: names and values."""
     table = Table(title=title, show_header=False)
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
     for name, value in values.items():
         table.add_row(name, f"{value:.4f}" if isinstance(value, float) else str(value))
     console.print(table)

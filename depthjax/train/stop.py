@@ -7,6 +7,10 @@ import threading
 from collections.abc import Callable
 
 
+class Stopped(Exception):
+    """Long work was left off because a stop was requested."""
+
+
 class StopSignal:
     """Context manager: notes SIGTERM and SIGINT instead of dying of them.
 
@@ -25,6 +29,11 @@ class StopSignal:
     @property
     def requested(self) -> bool:
         return self._signal is not None
+
+    def check(self) -> None:
+        """Raises Stopped once a stop is requested."""
+        if self.requested:
+            raise Stopped
 
     @property
     def exit_status(self) -> int:
