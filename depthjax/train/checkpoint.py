@@ -1,7 +1,10 @@
 """Checkpoints through Orbax v1: asynchronous, kept to the newest few, restored past damage."""
 
+import functools
 import hashlib
 import pathlib
+import sys
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -75,18 +78,23 @@ class Checkpoints:
                 continue
             if not accept(meta):
                 continue
-            try:
-                loaded = self._checkpointer.load_checkpointables(step, {"state": abstract})
-            except Exception as error:  # Orbax and tensorstore raise many kinds for a damaged file
-                self._pass_over(step, error)
-                continue
-            return loaded["state"], meta
+            if (state := self._load(step, abstract)) is not None:
+                return state, meta
         if found and not self.steps:
             raise InputError(
                 f"none of the checkpoints {found} in {self._checkpointer.directory} can be read: "
                 "restore one from a copy, or start anew with another run.dir"
             )
         return None
+
+    def _load(self, step: int, abstract: TrainState) -> TrainState | None:
+        """The state of a checkpoint; None, and a word about it, where it cannot be read."""
+        _ignore_abandoned_reads()
+        try:
+            return self._checkpointer.load_checkpointables(step, {"state": abstract})["state"]
+        except Exception as error:  # Orbax and tensorstore raise many kinds for a damaged file
+            self._pass_over(step, error)
+            return None
 
     def _pass_over(self, step: int, error: Exception) -> None:
         self._bad.add(step)
@@ -96,6 +104,24 @@ class Checkpoints:
     def close(self) -> None:
         """Waits until all that was saved is on disk."""
         self._checkpointer.close()
+
+
+@functools.cache
+def _ignore_abandoned_reads() -> None:
+    """Keeps quiet about the reads that Orbax leaves behind when one of them fails.
+
+    They end in threads of their own, some time later, each with a traceback that helps nobody.
+    """
+    report_others = sys.unraisablehook
+
+    def report(unraisable: Any) -> None:
+        code = getattr(unraisable.object, "cr_code", None)
+        of_orbax = code is not None and "orbax" in code.co_filename
+        if not of_orbax and str(unraisable.exc_value) != "Event loop is closed":
+            report_others(unraisable)
+
+    sys.unraisablehook = report
+    warnings.filterwarnings("ignore", "coroutine .* was never awaited", RuntimeWarning)
 
 
 def parameters_sha256(params: Any) -> str:
