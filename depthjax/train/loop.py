@@ -1,5 +1,6 @@
 """The training loop: resume, step, log, evaluate, save, stop."""
 
+import contextlib
 import dataclasses
 import functools
 import math
@@ -149,7 +150,8 @@ class _Run:
                     interval = _Interval(self)
                     continue
                 if evaluate:
-                    self._evaluate(stop)
+                    with interval.paused():
+                        self._evaluate(stop)
                 if save and interval.skipped_in_row == 0:  # a place to return to
                     self.save()
             interval.settle()
@@ -262,6 +264,13 @@ class _Interval:
         rows = next(batches)
         self._waited += time.monotonic() - began
         return rows
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """What is done meanwhile does not count as training time."""
+        began = time.monotonic()
+        yield
+        self._began += time.monotonic() - began
 
     def settle(self) -> None:
         """Waits for the pending step, and logs if it is time."""
