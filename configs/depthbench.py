@@ -21,11 +21,14 @@ from depthjax.residuals import BlockAttnRes, FullAttnRes
 STEPS = {"200m": 3800, "300m": 5700, "400m": 7600, "500m": 9500, "1.6b": 30400}
 STEPS["backbone-300m"] = STEPS["400m"]
 
-# Where a recipe is not simply the variant's defaults. The authors' mixing kernels use eps 1e-5.
-RECIPES = {
+# Where a variant is not simply its defaults: the authors' mixing kernels use eps 1e-5.
+VARIANTS = {
     "full_attnres": FullAttnRes(mix_eps=1e-5),
     "block_attnres": BlockAttnRes(mix_eps=1e-5),
 }
+
+# Peak learning rates that are not 2e-3, below 1.6B.
+PEAKS = {"lns": 1e-2, "deepnorm": 1e-3}
 
 
 def config(shape: str = "400m-L32", residual: str = "pre_ln") -> Config:
@@ -35,7 +38,7 @@ def config(shape: str = "400m-L32", residual: str = "pre_ln") -> Config:
     return Config(
         model=ModelConfig(
             shape=shape,
-            residual=RECIPES.get(residual) or residual_named(residual),
+            residual=VARIANTS.get(residual) or residual_named(residual),
             context=2048,
             remat=True,
         ),
@@ -44,7 +47,7 @@ def config(shape: str = "400m-L32", residual: str = "pre_ln") -> Config:
             steps=STEPS[family],
             batch=512,
             accumulate=4,
-            peak_lr=5e-4 if family == "1.6b" else 2e-3,
+            peak_lr=5e-4 if family == "1.6b" else PEAKS.get(residual, 2e-3),
         ),
         run=RunConfig(dir=f"runs/{shape}-{residual}", save_every=500, eval_every=1000),
     )

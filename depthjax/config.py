@@ -165,7 +165,8 @@ class Config:
     def residual(self) -> Residual:
         """The residual connection with its defaults filled in for this depth."""
         try:
-            return self.model.residual.bind(self.shape.layers)
+            shape = self.shape
+            return self.model.residual.bind(shape.layers, (shape.kv_heads, shape.head_dim))
         except ValueError as error:
             raise InputError(f"model.residual: {error}") from error
 

@@ -84,7 +84,8 @@ print(sorted(new - set(sys.stdlib_module_names)))
 
 def test_no_variant_is_named_outside_its_rooms():
     names = set(REGISTRY) | {type(make()).__name__ for make in REGISTRY.values()}
-    words = re.compile(r"|".join([*names, r"attn_?res\b", r"attention residuals"]), re.IGNORECASE)
+    names |= {r"attn_?res", "attention residuals", r"hyper-?connections?"}
+    words = re.compile(rf"\b({'|'.join(names)})\b", re.IGNORECASE)
     for path in FILES:
         if room(path) in ("residuals", "interop", "kernels"):
             continue

@@ -47,14 +47,16 @@ def test_config_files_are_right_as_they_stand(file):
 @pytest.mark.parametrize("shape", [name for name in SHAPES if name != "tiny-L8"])
 @pytest.mark.parametrize("residual", REGISTRY)
 def test_study_follows_its_two_dials(shape, residual):
-    """DepthBench, "training recipe": steps by size, peak rate 2e-3 and at 1.6B 5e-4."""
+    """DepthBench, "training recipe": steps by size; peak rate 2e-3, for LNS 1e-2, for DeepNorm
+    1e-3, and at 1.6B 5e-4."""
     config = load_config(str(CONFIGS / "depthbench.py"), shape, residual).check()
     assert (config.model.shape, config.residual.name) == (shape, residual)
     steps = {"200m": 3800, "300m": 5700, "500m": 9500, "1.6b": 30400}
     family = shape.rpartition("-")[0]
     assert config.train.steps == steps.get(family, 7600)
     assert config.warmup_steps == config.train.steps // 10
-    assert config.train.peak_lr == (5e-4 if family == "1.6b" else 2e-3)
+    peak = {"lns": 1e-2, "deepnorm": 1e-3}.get(residual, 2e-3)
+    assert config.train.peak_lr == (5e-4 if family == "1.6b" else peak)
     assert config.train.batch * config.model.context == 512 * 2048
     assert getattr(config.residual, "mix_eps", 1e-5) == 1e-5
 

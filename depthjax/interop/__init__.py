@@ -1,5 +1,5 @@
 """Checkpoints of others, in and out."""
 
-from depthjax.interop.depthbench import from_depthbench
+from depthjax.interop.depthbench import from_depthbench, to_depthbench
 
-__all__ = ["from_depthbench"]
+__all__ = ["from_depthbench", "to_depthbench"]

@@ -1,6 +1,7 @@
 """Array functions that carry the cost of depth. They know no module, no config and no mesh."""
 
 from depthjax.kernels.depth_mix import depth_mix, depth_weights
+from depthjax.kernels.layer_norm import layer_norm
 from depthjax.kernels.rms_norm import rms_norm
 
-__all__ = ["depth_mix", "depth_weights", "rms_norm"]
+__all__ = ["depth_mix", "depth_weights", "layer_norm", "rms_norm"]

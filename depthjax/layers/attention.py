@@ -16,6 +16,38 @@ def _implementation(dtype: Any, head_dim: int) -> str:
     return "cudnn" if fits and jax.default_backend() == "gpu" else "xla"
 
 
+def _joint_attention(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    depth_key: jax.Array,
+    depth_value: jax.Array,
+    count: jax.Array | int,
+) -> jax.Array:
+    """One softmax over the causal sequence and the token's own depth entries (DepthBench, 2.10).
+
+    query: [B, T, H, E]; key, value: [B, T, K, E]; depth_key, depth_value: [N, B, T, K, E], of which
+    the first `count` are live. Result [B, T, H, E]. Holds the [B, H, T, T + N] weights.
+    """
+    batch, length, heads, size = query.shape
+    grouped = query.reshape(batch, length, key.shape[2], -1, size)  # G query heads share a key
+    wide = jnp.promote_types(query.dtype, jnp.float32)
+    live = jnp.arange(depth_key.shape[0]) < count
+    depth_key, depth_value = (
+        jnp.where(live[:, None, None, None, None], x, 0) for x in (depth_key, depth_value)
+    )
+    over_sequence = jnp.einsum("btkge,bske->bkgts", grouped, key, preferred_element_type=wide)
+    over_depth = jnp.einsum("btkge,nbtke->bkgtn", grouped, depth_key, preferred_element_type=wide)
+    causal = jnp.tril(jnp.ones((length, length), bool))
+    over_sequence = jnp.where(causal, over_sequence, -jnp.inf)
+    over_depth = jnp.where(live, over_depth, -jnp.inf)
+    logits = jnp.concatenate([over_sequence, over_depth], axis=-1) * size**-0.5
+    weights = jax.nn.softmax(logits, axis=-1).astype(query.dtype)
+    mixed = jnp.einsum("bkgts,bske->btkge", weights[..., :length], value)
+    mixed += jnp.einsum("bkgtn,nbtke->btkge", weights[..., length:], depth_value)
+    return mixed.reshape(batch, length, heads, size)
+
+
 class Attention(nnx.Module):
     """softmax(q k^T / sqrt(E)) v under a causal mask; no biases, no QK-norm, no document mask.
 
@@ -47,25 +79,25 @@ class Attention(nnx.Module):
         self.out = matrix(heads, head_dim, width)
         self.rope_theta = rope_theta
 
-    def __call__(self, x: jax.Array, ctx: None = None):
+    def __call__(self, x: jax.Array, ctx=None):
         """x: [B, T, D]. Returns (y [B, T, D], aux = (key, value) before rotation [B, T, K, E]).
 
-        ctx: depth keys and values for variants whose attention reads over depth; none takes any
-        yet.
+        ctx: for residual connections whose attention reads over depth as well, (keys [N, B, T, K,
+        E] without rotation, values alike, count): the first `count` of the N entries of a token
+        join the sequence in its softmax.
         """
-        if ctx is not None:
-            raise ValueError("this attention takes no depth context")
 
         def project(matrix: nnx.Param) -> jax.Array:
             return jnp.einsum("btd,dhe->bthe", x, matrix[...].astype(x.dtype))
 
         query, key, value = project(self.query), project(self.key), project(self.value)
-        mixed = jax.nn.dot_product_attention(
-            rope(query, self.rope_theta),
-            rope(key, self.rope_theta),
-            value,
-            is_causal=True,
-            implementation=_implementation(x.dtype, query.shape[-1]),
-        )
+        rotated = rope(query, self.rope_theta), rope(key, self.rope_theta)
+        if ctx is None:
+            implementation = _implementation(x.dtype, query.shape[-1])
+            mixed = jax.nn.dot_product_attention(
+                *rotated, value, is_causal=True, implementation=implementation
+            )
+        else:
+            mixed = _joint_attention(*rotated, value, *ctx)
         y = jnp.einsum("bthe,hed->btd", mixed, self.out[...].astype(x.dtype))
         return y, (key, value)

@@ -60,9 +60,14 @@ class Transformer(nnx.Module):
         self.mlp = stack(mlp, shape.layers, rngs)
         self.head = matrix(shape.width, vocab)
         # Last, so that one seed draws the same backbone whatever the residual connection.
+        rule = residual.bind(shape.layers, (shape.kv_heads, shape.head_dim))
         self.residual = ResidualModule(
-            residual, layers=shape.layers, width=shape.width, param_dtype=param_dtype, rngs=rngs
+            rule, layers=shape.layers, width=shape.width, param_dtype=param_dtype, rngs=rngs
         )
+        for path, scale in rule.init_scales(shape.layers).items():
+            branch, name = path.split("/")
+            matrix = getattr(getattr(self, branch), name)
+            matrix[...] = (matrix[...] * scale).astype(param_dtype)
 
     def __call__(self, input_ids: jax.Array, **options) -> jax.Array:
         """Logits fp32 [B, T, V] of input_ids int32 [B, T]; options as in `features`."""
@@ -77,7 +82,8 @@ class Transformer(nnx.Module):
         meters: jax.Array | None = None,
         observer: Observer | None = None,
     ) -> tuple[jax.Array, Any]:
-        """What the head reads [B, T, D], and what `observer` saw at all 2L + 1 readers.
+        """What the head reads [B, T, D], and what `observer` saw: (of the 2L sublayers, stacked to
+        [2L, ...]; of the final read).
 
         skip: leave out one layer. swap: exchange two layers (their branches and, by the rules of
         the residual connection, its parameters). Indices may be traced. meters, observer: see
@@ -108,7 +114,7 @@ class Transformer(nnx.Module):
         )
         if observer is not None:
             last = observer(rule, params["final"], carry, history, None)
-            seen = jax.tree.map(lambda rows, row: jnp.concatenate([rows, row[None]]), seen, last)
+            seen = (seen, last)
         return rule.finish(params["final"], carry, history), seen
 
     def logits(self, features: jax.Array) -> jax.Array:

@@ -145,7 +145,7 @@ class BlockAttnRes(_AttnRes):
             raise ValueError("block_size_sublayers is not set: call bind(layers) first")
         return self.block_size_sublayers
 
-    def bind(self, layers):
+    def bind(self, layers, kv_shape=None):
         size = self.block_size_sublayers
         if size is None:
             size = self.of_blocks(8, layers).block_size_sublayers

@@ -35,6 +35,7 @@ from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 ATTENTION, MLP = 0, 1
@@ -48,15 +49,16 @@ Appended = tuple[Any, jax.Array | int, jax.Array | bool] | None  # (rows, slot, 
 class Parameter:
     """What a variant says of one of its parameters.
 
-    shape: of one row. init: an initializer (key, shape, dtype) -> array. first_layer: layers before
-    it do not have the parameter (they store no row for it). decay: "matrix" is always decayed,
-    "vector" only when the recipe decays norms and queries too, "never". float32: stays fp32 even
-    when the other parameters are bf16.
+    shape: of one row. init: an initializer (key, shape, dtype) -> array, asked for all rows at
+    once. first_layer, missing_last: layers before the first and so many at the end do not have the
+    parameter, and store no row for it. decay: "matrix" is always decayed, "vector" only when the
+    recipe decays norms and queries too, "never". float32: stays fp32 when others are bf16.
     """
 
     shape: tuple[int, ...]
     init: Callable = jax.nn.initializers.ones
     first_layer: int = 0
+    missing_last: int = 0
     decay: str = "vector"
     float32: bool = False
 
@@ -67,16 +69,26 @@ class Residual:
 
     name: ClassVar[str]
 
-    def bind(self, layers: int) -> "Residual":
-        """This variant for a stack of `layers` layers: defaults that depend on depth filled in.
+    def bind(self, layers: int, kv_shape: tuple[int, int] | None = None) -> "Residual":
+        """This variant for a stack of `layers` layers whose attention, if it has any, has keys of
+        `kv_shape` = (heads, size): defaults that depend on them filled in.
 
-        Raises ValueError with one sentence where a hyperparameter does not fit the depth.
+        Raises ValueError with one sentence where a hyperparameter does not fit.
         """
         return self
 
     def parameters(self, layers: int, width: int) -> Mapping[str, Mapping[str, Parameter]]:
         """Declares the parameters: {"attention": {...}, "mlp": {...}, "final": {...}}."""
         raise NotImplementedError
+
+    def constants(self, layers: int) -> Mapping[str, Mapping[str, np.ndarray]]:
+        """What `read` and `write` find beside the parameters but nothing trains: {kind: {name:
+        [L, ...]}}. Swapping layers exchanges their rows too."""
+        return {}
+
+    def init_scales(self, layers: int) -> Mapping[str, float]:
+        """Factors on the init of the branches' matrices, by path ("attention/out", "mlp/down")."""
+        return {}
 
     def begin(self, embedding: jax.Array, layers: int) -> State:
         """The state before the first sublayer; embedding: [..., D]."""
@@ -162,7 +174,7 @@ class ResidualModule(nnx.Module):
         rngs: nnx.Rngs,
     ):
         self.rule = rule.bind(layers)
-        self.layers = layers
+        self.layers, self.width = layers, width
         self.dtype = dtype
 
         def make(parameter: Parameter, rows: tuple[int, ...]) -> nnx.Param:
@@ -172,20 +184,25 @@ class ResidualModule(nnx.Module):
 
         declared = self.rule.parameters(layers, width)
         for kind in KINDS:
-            rows = {name: (layers - p.first_layer,) for name, p in declared[kind].items()}
-            made = {name: make(p, rows[name]) for name, p in declared[kind].items()}
+            rows = {n: layers - p.first_layer - p.missing_last for n, p in declared[kind].items()}
+            made = {name: make(p, (rows[name],)) for name, p in declared[kind].items()}
             setattr(self, kind, nnx.Dict(made))
         self.final = nnx.Dict({name: make(p, ()) for name, p in declared["final"].items()})
 
     def layered(self) -> dict[str, dict[str, jax.Array]]:
-        """The parameters as plain arrays, those of a kind all [L, ...]: rows that the first layers
-        lack are zeros here, exist nowhere else, and get no gradient."""
+        """The parameters and constants as plain arrays, those of a kind all [L, ...]: rows that a
+        layer lacks are zeros here, exist nowhere else, and get no gradient."""
+        declared = self.rule.parameters(self.layers, self.width)
 
-        def pad(value: jax.Array) -> jax.Array:
-            missing = self.layers - value.shape[0]
-            return jnp.pad(value, [(missing, 0)] + [(0, 0)] * (value.ndim - 1))
+        def pad(value: jax.Array, p: Parameter) -> jax.Array:
+            return jnp.pad(value, [(p.first_layer, p.missing_last)] + [(0, 0)] * (value.ndim - 1))
 
-        tree = {k: {name: pad(p[...]) for name, p in getattr(self, k).items()} for k in KINDS}
+        tree = {
+            kind: {n: pad(p[...], declared[kind][n]) for n, p in getattr(self, kind).items()}
+            for kind in KINDS
+        }
+        for kind, constants in self.rule.constants(self.layers).items():
+            tree[kind] |= {name: jnp.asarray(value) for name, value in constants.items()}
         return {**tree, "final": {name: p[...] for name, p in self.final.items()}}
 
     def _row(self, s: int) -> dict[str, jax.Array]:

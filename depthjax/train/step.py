@@ -82,7 +82,10 @@ class Program:
         model = self.model(params)
         observer = None if meters is None else _mean_square
         losses, seen = next_token_losses(model, input_ids, meters=meters, observer=observer)
-        return jnp.mean(losses), None if seen is None else seen[::2]
+        if seen is None:
+            return jnp.mean(losses), None
+        sublayers, last = seen
+        return jnp.mean(losses), jnp.append(sublayers[::2], last)
 
     def _gradients(self, params: Any, batch: jax.Array):
         """((loss, squares by depth), (gradient, meter readings)), averaged over micro-batches.

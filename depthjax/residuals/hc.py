@@ -1,0 +1,150 @@
+"""Hyper-Connections: several residual streams that each sublayer reads, mixes and writes."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from depthjax.kernels import rms_norm
+from depthjax.kernels.rms_norm import at_least_float32
+from depthjax.residuals.base import ATTENTION, MLP, Parameter, Residual
+
+
+@dataclasses.dataclass(frozen=True)
+class StreamResidual(Residual):
+    """What HC and its relatives share: m streams [..., m, D] that start as copies of the embedding.
+
+    `read` leaves the mixed streams and the write weights in the carry, so a write is one
+    multiply-add. Init of attention output and MLP down matrices: divided by sqrt(m).
+    """
+
+    streams: int = 4
+    """Residual streams m."""
+    eps: float = 1e-6
+    """Epsilon of the norms in front of the branches and of the final one."""
+
+    def connection(self, kind: int, width: int) -> dict[str, Parameter]:
+        """Declares the parameters of the connectors of one kind."""
+        raise NotImplementedError
+
+    def weights(self, params, streams) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """(read [..., m], write [..., m], transport [..., m, m]) in at least fp32; row t of the
+        transport says what new stream t takes from the old ones."""
+        raise NotImplementedError
+
+    def collapse(self, streams) -> jax.Array:
+        """What the final norm sees, [..., D]."""
+        return jnp.sum(at_least_float32(streams), axis=-2).astype(streams.dtype)
+
+    def parameters(self, layers, width):
+        norm = {"norm": Parameter((width,))}
+        attention = {**norm, **self.connection(ATTENTION, width)}
+        return {
+            "attention": attention,
+            "mlp": {**norm, **self.connection(MLP, width)},
+            "final": norm,
+        }
+
+    def init_scales(self, layers):
+        return dict.fromkeys(("attention/out", "mlp/down"), self.streams**-0.5)
+
+    def begin(self, embedding, layers):
+        copies = jnp.repeat(embedding[..., None, :], self.streams, axis=-2)
+        write = jnp.zeros((*embedding.shape[:-1], self.streams), at_least_float32(embedding).dtype)
+        return {"streams": copies, "write": write}, {}
+
+    def read(self, params, carry, history, s):
+        streams = carry["streams"]
+        wide = at_least_float32(streams)
+        read, write, transport = self.weights(params, wide)
+        x = jnp.einsum("...m,...md->...d", read, wide, precision="highest")
+        mixed = jnp.einsum("...tm,...md->...td", transport, wide, precision="highest")
+        x = rms_norm(x, params["norm"], self.eps).astype(streams.dtype)
+        carry = {
+            "streams": mixed.astype(streams.dtype),
+            "write": write.astype(carry["write"].dtype),
+        }
+        return x, None, carry, history
+
+    def write(self, params, carry, y, aux, s):
+        added = carry["write"][..., None] * at_least_float32(y)[..., None, :]
+        streams = (at_least_float32(carry["streams"]) + added).astype(carry["streams"].dtype)
+        return {**carry, "streams": streams}, None
+
+    def finish(self, params, carry, history):
+        return rms_norm(self.collapse(carry["streams"]), params["norm"], self.eps)
+
+    def stream(self, carry):
+        return self.collapse(carry["streams"])
+
+    def observe(self, params, carry, history, s):
+        """{"read" [..., m], "write" [..., m], "transport" [..., m, m]} of sublayer s; the final
+        read has none."""
+        if s is None:
+            return {}
+        weights = self.weights(params, at_least_float32(carry["streams"]))
+        return dict(zip(("read", "write", "transport"), weights, strict=True))
+
+
+def selected_stream(kind: int, streams: int, selected: float, other: float):
+    """Initializer of [rows, m]: `selected` at stream s mod m of sublayer s, `other` elsewhere."""
+
+    def init(key, shape, dtype):
+        s = 2 * jnp.arange(shape[0]) + kind
+        return jnp.where(jax.nn.one_hot(s % streams, streams, dtype=bool), selected, other).astype(
+            dtype
+        )
+
+    return init
+
+
+@dataclasses.dataclass(frozen=True)
+class HC(StreamResidual):
+    """Hyper-Connections with dynamic weights (Zhu et al. 2024, arXiv 2409.19606; DepthBench, 2.6).
+
+    With n_j the unit-RMS stream j and a_jt = static_alpha_jt + dynamic_alpha_scale
+    tanh(n_j . dynamic_alpha_proj_t), t = 0..m: the branch reads sum_j a_j0 H_j, new stream t is
+    sum_j a_j,t+1 H_j, plus b_t times the branch output, b from the beta parameters alike.
+
+    Init: reads stream s mod m, carries each stream on, writes to all with weight 1; projections 0,
+    scales 0.01. The final read sums the streams. Adds 2 L ((m + 2) D + m (m + 2) + 2) parameters.
+    """
+
+    name = "hc"
+
+    def connection(self, kind, width):
+        m, normal = self.streams, jax.nn.initializers
+        select = selected_stream(kind, m, 1.0, 0.0)
+
+        def static_alpha(key, shape, dtype):
+            identity = jnp.broadcast_to(jnp.eye(m, dtype=dtype), (*shape[:-2], m, m))
+            read = select(key, shape[:-1], dtype)[..., None]
+            return jnp.concatenate([read, identity], axis=-1)
+
+        scale = Parameter((), normal.constant(0.01))
+        return {
+            "static_alpha": Parameter((m, m + 1), static_alpha, decay="never"),
+            "dynamic_alpha_proj": Parameter((width, m + 1), normal.zeros, decay="matrix"),
+            "dynamic_alpha_scale": scale,
+            "static_beta": Parameter((m,), decay="never"),
+            "dynamic_beta_proj": Parameter((width,), normal.zeros, decay="matrix"),
+            "dynamic_beta_scale": scale,
+        }
+
+    def weights(self, params, streams):
+        n = streams * jax.lax.rsqrt(jnp.mean(streams * streams, -1, keepdims=True) + 1e-8)
+
+        def gate(projection, name: str) -> jax.Array:
+            raw = jnp.einsum(projection, n, params[f"dynamic_{name}_proj"], precision="highest")
+            dynamic = params[f"dynamic_{name}_scale"] * jnp.tanh(raw)
+            return dynamic + params[f"static_{name}"]
+
+        alpha = gate("...md,dt->...mt", "alpha")
+        beta = gate("...md,d->...m", "beta")
+        return alpha[..., 0], beta, jnp.swapaxes(alpha[..., 1:], -1, -2)
+
+    def flops_per_token(self, layers, width):
+        """A sublayer: 2 m (m + 2) D for the gates, 2 m (m + 1) D for read and transport, 2 m D for
+        the write; m = 4 gives DepthBench's 192 D a layer."""
+        m = self.streams
+        return 2 * layers * width * (2 * m * (m + 2) + 2 * m * (m + 1) + 2 * m)

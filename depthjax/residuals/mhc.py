@@ -1,0 +1,203 @@
+"""Manifold-constrained Hyper-Connections: HC whose transport is doubly stochastic."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from depthjax.residuals.base import Parameter
+from depthjax.residuals.hc import StreamResidual, selected_stream
+
+GAP = 8.0  # distance of the initial logits: sigmoid(8) = 0.9997, sigmoid(-8) = 0.0003
+
+
+def sinkhorn(logits: jax.Array, rounds: int, delta: float = 1e-6) -> jax.Array:
+    """A doubly stochastic matrix [..., m, m] by alternating normalisation (Sinkhorn & Knopp 1967).
+
+    The first round is softmax over rows, then columns; `delta` is added after the softmax and to
+    each sum (the form of the mHC kernels; DepthBench, 2.7). Differentiable through all rounds.
+    """
+    matrix = jax.nn.softmax(logits, axis=-1) + delta
+    matrix = matrix / (jnp.sum(matrix, axis=-2, keepdims=True) + delta)
+
+    def round_(matrix, _):
+        matrix = matrix / (jnp.sum(matrix, axis=-1, keepdims=True) + delta)
+        return matrix / (jnp.sum(matrix, axis=-2, keepdims=True) + delta), None
+
+    return jax.lax.scan(round_, matrix, length=rounds - 1)[0]
+
+
+def log_sinkhorn(logits: jax.Array, rounds: int) -> jax.Array:
+    """The same in the log domain: potentials of rows and columns with marginals 1 / m, the result
+    times m (DepthBench, 2.8). logits: [..., m, m]."""
+    size = logits.shape[-1]
+    target = -jnp.log(jnp.asarray(size, logits.dtype))
+
+    def round_(potentials, _):
+        _, column = potentials
+        row = target - jax.nn.logsumexp(logits + column[..., None, :], axis=-1)
+        column = target - jax.nn.logsumexp(logits + row[..., :, None], axis=-2)
+        return (row, column), None
+
+    zeros = jnp.zeros(logits.shape[:-1], logits.dtype)
+    (row, column), _ = jax.lax.scan(round_, (zeros, zeros), length=rounds)
+    return size * jnp.exp(logits + row[..., :, None] + column[..., None, :])
+
+
+def near_identity(key, shape, dtype) -> jax.Array:
+    """Initializer of transport logits [..., m, m]: 0 on the diagonal, -8 elsewhere."""
+    return jnp.broadcast_to(GAP * (jnp.eye(shape[-1]) - 1), shape).astype(dtype)
+
+
+def _flat_norm(streams: jax.Array, eps: float) -> jax.Array:
+    """Streams [..., m, D] as one vector [..., m D] of unit RMS."""
+    flat = streams.reshape(*streams.shape[:-2], -1)
+    return flat * jax.lax.rsqrt(jnp.mean(flat * flat, -1, keepdims=True) + eps)
+
+
+@dataclasses.dataclass(frozen=True)
+class MHC(StreamResidual):
+    """mHC as DepthBench trains it (Xie et al. 2025, arXiv 2512.24880; DepthBench, 2.7).
+
+    With z the unit-RMS concatenation of the streams and mix = z phi: read = sigmoid(alpha_pre
+    mix_pre + b_pre), write = 2 sigmoid(alpha_post mix_post + b_post), transport =
+    sinkhorn(alpha_res mix_res + b_res). Init: phi 0, gains 0.01, and biases with a gap of 8: reads
+    stream s mod m, carries each stream on, writes with weight 1. The final read averages the
+    streams. Adds 2 L (m D (m^2 + 2 m) + m^2 + 2 m + 3) parameters.
+    """
+
+    name = "mhc"
+    sinkhorn_rounds: int = 20
+    """Alternations of row and column normalisation, the softmax counted as the first half one."""
+    sinkhorn_delta: float = 1e-6
+    """Added to entries and sums while normalising."""
+    stream_eps: float = 1e-6
+    """Epsilon of the norm over all streams."""
+
+    def connection(self, kind, width):
+        m, normal = self.streams, jax.nn.initializers
+        select = selected_stream(kind, m, GAP, -GAP)
+
+        def bias(key, shape, dtype):
+            read = select(key, (*shape[:-1], m), dtype)
+            transport = near_identity(key, (*shape[:-1], m, m), dtype).reshape(*shape[:-1], m * m)
+            return jnp.concatenate([read, jnp.zeros_like(read), transport], axis=-1)
+
+        gain = Parameter((), normal.constant(0.01), decay="never", float32=True)
+        columns = m * m + 2 * m
+        return {
+            "phi": Parameter((m * width, columns), normal.zeros, decay="matrix"),
+            "b": Parameter((columns,), bias, decay="never", float32=True),
+            "alpha_pre": gain,
+            "alpha_post": gain,
+            "alpha_res": gain,
+        }
+
+    def weights(self, params, streams):
+        m = self.streams
+        z = _flat_norm(streams, self.stream_eps)
+        mix = jnp.einsum("...k,kc->...c", z, params["phi"].astype(z.dtype), precision="highest")
+        bias = params["b"]
+        read = jax.nn.sigmoid(params["alpha_pre"] * mix[..., :m] + bias[:m])
+        write = 2 * jax.nn.sigmoid(params["alpha_post"] * mix[..., m : 2 * m] + bias[m : 2 * m])
+        logits = params["alpha_res"] * mix[..., 2 * m :] + bias[2 * m :]
+        logits = logits.reshape(*logits.shape[:-1], m, m)
+        return read, write, sinkhorn(logits, self.sinkhorn_rounds, self.sinkhorn_delta)
+
+    def collapse(self, streams):
+        return (super().collapse(streams) / self.streams).astype(streams.dtype)
+
+    def flops_per_token(self, layers, width):
+        """A sublayer: 2 m (m^2 + 2 m) D for phi, 2 m (m + 1) D for read and transport, 2 m D for
+        the write; m = 4 gives DepthBench's 480 D a layer."""
+        m = self.streams
+        return 2 * layers * width * (2 * m * (m * m + 2 * m) + 2 * m * (m + 1) + 2 * m)
+
+
+@dataclasses.dataclass(frozen=True)
+class MHCNative(StreamResidual):
+    """mHC in the log domain, with one projection a purpose (DepthBench, 2.8).
+
+    As `MHC`, but the norm over all streams has eps 1e-8, the transport comes from `log_sinkhorn`,
+    in which new stream t takes M[s, t] of stream s, and the final read sums. All connectors fp32.
+    """
+
+    name = "mhc_native"
+    sinkhorn_rounds: int = 20
+    """Alternations of row and column updates."""
+
+    def connection(self, kind, width):
+        m, normal = self.streams, jax.nn.initializers
+
+        def purpose(name: str, shape: tuple[int, ...], bias) -> dict[str, Parameter]:
+            columns = shape[0] if len(shape) == 1 else shape[0] * shape[1]
+            return {
+                f"{name}_bias": Parameter(shape, bias, decay="never", float32=True),
+                f"{name}_dynamic_proj": Parameter(
+                    (m * width, columns), normal.zeros, decay="matrix", float32=True
+                ),
+                f"{name}_gate": Parameter((), normal.constant(0.01), float32=True),
+            }
+
+        return {
+            **purpose("pre", (m,), selected_stream(kind, m, GAP, -GAP)),
+            **purpose("post", (m,), normal.zeros),
+            **purpose("residual", (m, m), near_identity),
+        }
+
+    def weights(self, params, streams):
+        z = _flat_norm(streams, 1e-8)
+
+        def logits(name: str) -> jax.Array:
+            projected = jnp.einsum(
+                "...k,kc->...c", z, params[f"{name}_dynamic_proj"], precision="highest"
+            )
+            bias = params[f"{name}_bias"]
+            gated = params[f"{name}_gate"] * projected
+            return gated.reshape(*gated.shape[:-1], *bias.shape) + bias
+
+        transport = log_sinkhorn(logits("residual"), self.sinkhorn_rounds)
+        read, write = jax.nn.sigmoid(logits("pre")), 2 * jax.nn.sigmoid(logits("post"))
+        return read, write, jnp.swapaxes(transport, -1, -2)
+
+    flops_per_token = MHC.flops_per_token
+
+
+@dataclasses.dataclass(frozen=True)
+class MHCStatic(StreamResidual):
+    """mHC whose weights do not depend on the token (DepthBench, 2.8).
+
+    read = softmax(H_pre_logits), write = softmax(H_post_logits), transport = log_sinkhorn of
+    H_res_logits / tau; the final read sums. Init with a gap of 8 as `MHC`. Adds 2 L (m^2 + 2 m)
+    parameters.
+    """
+
+    name = "mhc_static"
+    sinkhorn_rounds: int = 20
+    """Alternations of row and column updates."""
+    sinkhorn_tau: float = 1.0
+    """What the transport logits are divided by."""
+
+    def connection(self, kind, width):
+        m, zeros = self.streams, jax.nn.initializers.zeros
+        select = selected_stream(kind, m, 0.0, -GAP)
+        return {
+            "H_pre_logits": Parameter((m,), select, decay="never", float32=True),
+            "H_post_logits": Parameter((m,), zeros, decay="never", float32=True),
+            "H_res_logits": Parameter((m, m), near_identity, decay="never", float32=True),
+        }
+
+    def weights(self, params, streams):
+        shape = (*streams.shape[:-2], self.streams)
+        read, write = (
+            jnp.broadcast_to(jax.nn.softmax(params[f"H_{name}_logits"]), shape)
+            for name in ("pre", "post")
+        )
+        transport = log_sinkhorn(params["H_res_logits"] / self.sinkhorn_tau, self.sinkhorn_rounds)
+        transport = jnp.swapaxes(transport, -1, -2)
+        return read, write, jnp.broadcast_to(transport, (*shape, self.streams))
+
+    def flops_per_token(self, layers, width):
+        """A sublayer: 2 m (m + 1) D for read and transport, 2 m D for the write."""
+        m = self.streams
+        return 2 * layers * width * (2 * m * (m + 1) + 2 * m)

@@ -1,0 +1,96 @@
+"""MoDA: attention reads over depth as well as over the sequence, on top of a plain stream."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from depthjax.residuals.base import Parameter, Residual
+from depthjax.residuals.post_ln import PostLN
+from depthjax.residuals.pre_ln import PreLN
+
+
+@dataclasses.dataclass(frozen=True)
+class MoDA(Residual):
+    """Mixture-of-Depths Attention on a Pre-LN stream (DepthBench, 2.10).
+
+    Each sublayer leaves a key and a value per token in a depth cache: attention its own (the key
+    before rotation), the MLP a projection of its input. The attention of layer i then has, beside
+    the sequence, the 2 i entries of its own token in one softmax. The last MLP has no projection,
+    as nothing would read it. Init: truncated normal of 0.02. Adds (L - 1) 2 D K E parameters.
+    History: 2 L rows of keys and values [..., K, E], zero until written.
+    """
+
+    name = "moda"
+    eps: float = 1e-6
+    """Epsilon of the norms."""
+    kv_heads: int | None = None
+    """Key-value heads K of the attention. None: those of the model."""
+    head_dim: int | None = None
+    """Size E of a head. None: that of the model."""
+
+    @property
+    def plain(self) -> PreLN:
+        """The stream underneath."""
+        return PreLN(self.eps)
+
+    def bind(self, layers, kv_shape=None):
+        kv_heads, head_dim = kv_shape or (self.kv_heads, self.head_dim)
+        if kv_heads is None or head_dim is None:
+            raise ValueError("kv_heads and head_dim are not set: give those of the attention")
+        return dataclasses.replace(self, kv_heads=kv_heads, head_dim=head_dim)
+
+    def parameters(self, layers, width):
+        declared = self.plain.parameters(layers, width)
+        init = jax.nn.initializers.truncated_normal(0.02, lower=-3.0, upper=3.0)
+        shape = (width, 2, self.kv_heads, self.head_dim)
+        projection = {"kv_proj": Parameter(shape, init, missing_last=1, decay="matrix")}
+        return {**declared, "mlp": {**declared["mlp"], **projection}}
+
+    def begin(self, embedding, layers):
+        entry = (*embedding.shape[:-1], self.kv_heads, self.head_dim)
+        zeros = {name: jnp.zeros(entry, embedding.dtype) for name in ("key", "value")}
+        cache = jax.tree.map(lambda zero: jnp.zeros((2 * layers, *zero.shape), zero.dtype), zeros)
+        return {"stream": embedding, "entry": zeros}, cache
+
+    def read(self, params, carry, history, s):
+        x, _, stream, _ = self.plain.read(params, carry["stream"], {}, s)
+        if "kv_proj" not in params:  # attention
+            return x, (history["key"], history["value"], s), {**carry, "stream": stream}, history
+        projection = params["kv_proj"].astype(x.dtype)
+        key, value = jnp.moveaxis(jnp.einsum("...d,dpke->...pke", x, projection), -3, 0)
+        return x, None, {"stream": stream, "entry": {"key": key, "value": value}}, history
+
+    def write(self, params, carry, y, aux, s):
+        stream, _ = self.plain.write(params, carry["stream"], y, None, s)
+        entry = carry["entry"] if aux is None else dict(zip(("key", "value"), aux, strict=True))
+        return {**carry, "stream": stream}, (entry, s, True)
+
+    def finish(self, params, carry, history):
+        return self.plain.finish(params, carry["stream"], {})
+
+    def stream(self, carry):
+        return carry["stream"]
+
+    def swap(self, params, i, j):
+        """The last layer has no projection, and keeps none."""
+        swapped, old = super().swap(params, i, j), params["mlp"]["kv_proj"]
+        last = old.shape[0] - 1
+        kept = jnp.where((i == last) | (j == last), old, swapped["mlp"]["kv_proj"])
+        return {**swapped, "mlp": {**swapped["mlp"], "kv_proj": kept}}
+
+    def flops_per_token(self, layers, width):
+        """4 D a depth entry read (with H E = D), and the projections."""
+        projections = 4 * width * self.kv_heads * self.head_dim * (layers - 1)
+        return projections + 4 * width * sum(2 * i for i in range(layers))
+
+
+@dataclasses.dataclass(frozen=True)
+class PostLNMoDA(MoDA):
+    """Mixture-of-Depths Attention on a Post-LN stream (DepthBench, 2.10); else as `MoDA`."""
+
+    name = "post_ln_moda"
+
+    @property
+    def plain(self) -> PostLN:
+        return PostLN(self.eps)
