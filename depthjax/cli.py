@@ -5,6 +5,7 @@ one way: one sentence on stderr, exit status 2.
 """
 
 import functools
+import os
 import signal
 import sys
 from collections.abc import Sequence
@@ -39,6 +40,10 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Runs one command and exits: 0 done, 2 bad input, 1 training diverged, 130 Ctrl-C."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     commands = {"train": _train, "eval": _eval, "info": _info, "data": _data}
+    if arguments[:1] == ["train"]:
+        # While importing nothing is at stake, and an exception may be lost in a library's callback.
+        signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
+        signal.signal(signal.SIGINT, lambda *_: os._exit(130))
     try:
         if not arguments or arguments[0] in ("-h", "--help"):
             print(USAGE, end="")
@@ -53,6 +58,10 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
         sys.exit(commands[arguments[0]](arguments[1:]))
     except InputError as error:
         print(f"depthjax: {error}", file=sys.stderr)
+        sys.exit(2)
+    except OSError as error:
+        name = error.filename or "input or output"
+        print(f"depthjax: {name}: {error.strerror or error}", file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt:
         print("depthjax: interrupted", file=sys.stderr)
@@ -73,17 +82,19 @@ def _config_file(arguments: Sequence[str], prog: str) -> "Config":
 
 
 def _train(arguments: Sequence[str]) -> int:
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # while importing, nothing is at stake
     config = _config_file(arguments, "depthjax train").check()
     from rich.console import Console
 
     from depthjax.train import TrainingDiverged, train
 
     try:
-        return train(config, Console())[1]
+        return train(config, Console(markup=False))[1]
     except TrainingDiverged as error:
         print(f"depthjax: {error}", file=sys.stderr)
         return 1
+    finally:
+        for number in (signal.SIGTERM, signal.SIGINT):  # all is saved: let nothing disturb the exit
+            signal.signal(number, signal.SIG_IGN)
 
 
 def _eval(arguments: Sequence[str]) -> int:
@@ -103,9 +114,9 @@ def _eval(arguments: Sequence[str]) -> int:
 
     saved = functools.partial(with_dials, config=saved_config(arguments[0]))
     config = override(saved, arguments[1:], f"{prog} RUN_DIR").check()
-    console = Console()
+    console = Console(markup=False)
     losses = evaluate_run(config, console.print)
-    print_table(f"run {arguments[0]}", losses, console)
+    print_table(f"run {config.run.dir}", losses, console)
     return 0
 
 

@@ -8,6 +8,7 @@ from rich.console import Console
 
 from depthjax.data import load_tokenizer, open_shards, prepare, write_index
 from depthjax.data.shards import TokenShards
+from depthjax.errors import InputError
 from depthjax.overrides import parse
 
 
@@ -31,16 +32,30 @@ def _prepare(
         shard_tokens: Tokens after which a shard is closed.
         text_key: The JSON key or Parquet column that holds the text.
     """
-    summary = prepare(
-        inputs,
-        out,
-        tokenizer=tokenizer,
-        heldout_every=heldout_every,
-        heldout_files=heldout_files,
-        shard_tokens=shard_tokens,
-        text_key=text_key,
-    )
-    Console().print(
+    if not all((*inputs, out)):
+        raise InputError("an input or --out is empty: give a file, a folder or a URL")
+    remote = [source for source in inputs if "://" in source]
+    try:
+        summary = prepare(
+            inputs,
+            out,
+            tokenizer=tokenizer,
+            heldout_every=heldout_every,
+            heldout_files=heldout_files,
+            shard_tokens=shard_tokens,
+            text_key=text_key,
+        )
+    except InputError:
+        raise
+    except Exception as error:  # each file system and hub client has kinds of its own
+        if not remote:
+            raise
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise InputError(
+            f"{remote[0]} cannot be read ({reason}): check address, network and access, and run "
+            "the same command again to continue"
+        ) from error
+    Console(markup=False).print(
         f"{summary.directory}: {summary.documents:,} documents, {summary.train_tokens:,} training "
         f"and {summary.heldout_tokens:,} held-out tokens in {summary.shards} shards",
         soft_wrap=True,
@@ -68,11 +83,13 @@ def _verify(dir: Annotated[str, tyro.conf.Positional]) -> None:
     Args:
         dir: Folder of token shards.
     """
+    if not dir:
+        raise InputError("the folder to verify is empty: give one with token shards")
     _describe(open_shards(dir))
 
 
 def _describe(shards: TokenShards) -> None:
-    Console().print(
+    Console(markup=False).print(
         f"{shards.directory}: {shards.train.tokens:,} training and "
         f"{shards.heldout.tokens:,} held-out tokens ({shards.tokenizer}), all as they should be",
         soft_wrap=True,

@@ -12,6 +12,7 @@ import importlib.util
 import inspect
 import math
 import pathlib
+import sys
 import typing
 from collections.abc import Mapping
 from typing import Any, Literal
@@ -183,8 +184,12 @@ class Config:
 
     def check(self) -> "Config":
         """Raises InputError at the first field that cannot be right; else returns the config."""
+        _check_types(self)
         _ = self.shape, self.residual
         model, train, run = self.model, self.train, self.run
+        for name, path in {"run.dir": run.dir, "data.dir": self.data.dir}.items():
+            if path == "":
+                raise InputError(f"{name} is empty: give a directory")
         at_least = {
             "model.context": (model.context, 2),
             "model.vocab": (model.vocab, 2),
@@ -201,11 +206,18 @@ class Config:
         for name, (value, least) in at_least.items():
             if value is not None and value < least:
                 raise InputError(f"{name} is {value}: give at least {least}")
-        positive = ("peak_lr", "adam_eps", "clip_norm", "guard_norm")
-        for name in (*positive, "weight_decay", "final_lr_ratio"):
-            value = getattr(train, name)
-            if not math.isfinite(value) or value < 0 or (value == 0 and name in positive):
-                raise InputError(f"train.{name} is {value}: give a positive number")
+        positive = {f"train.{n}": getattr(train, n) for n in ("peak_lr", "adam_eps", "clip_norm")}
+        positive |= {"train.guard_norm": train.guard_norm, "model.rope_theta": model.rope_theta}
+        positive["model.init_std"] = model.init_std
+        for name, value in positive.items():
+            if value <= 0:
+                raise InputError(f"{name} is {value}: give a positive number")
+        for name in ("weight_decay", "final_lr_ratio"):
+            if getattr(train, name) < 0:
+                raise InputError(f"train.{name} is {getattr(train, name)}: give 0 or more")
+        for name, seed in {"model.init_seed": model.init_seed, "data.seed": self.data.seed}.items():
+            if seed < 0:
+                raise InputError(f"{name} is {seed}: give 0 or more")
         for name in ("beta1", "beta2"):
             if not 0 <= getattr(train, name) < 1:
                 raise InputError(f"train.{name} is {getattr(train, name)}: give one in [0, 1)")
@@ -246,6 +258,34 @@ def build_model(config: Config, vocab: int) -> Transformer:
     )
 
 
+def _check_types(config: Any, prefix: str = "") -> None:
+    """Raises InputError at the first field whose value is not of its declared type, not finite, or
+    an integer beyond 31 bits."""
+    hints = typing.get_type_hints(type(config))
+    for field in dataclasses.fields(config):
+        name, value, hint = f"{prefix}{field.name}", getattr(config, field.name), hints[field.name]
+        if dataclasses.is_dataclass(hint):
+            if not isinstance(value, hint):
+                raise InputError(f"{name} is {value!r}: give a {hint.__name__}")
+            _check_types(value, f"{name}.")
+        elif not _is_of(value, hint):
+            wanted = getattr(hint, "__name__", str(hint)).replace("typing.", "")
+            raise InputError(f"{name} is {value!r}: give {wanted}, finite and below 2^31 in size")
+
+
+def _is_of(value: Any, hint: Any) -> bool:
+    if typing.get_origin(hint) is Literal:
+        return value in typing.get_args(hint)
+    if typing.get_args(hint):  # a union such as int | None
+        return any(_is_of(value, option) for option in typing.get_args(hint))
+    if hint is float:
+        number = isinstance(value, float | int) and not isinstance(value, bool)
+        return number and math.isfinite(value)
+    if hint is int:
+        return isinstance(value, int) and not isinstance(value, bool) and abs(value) < 2**31
+    return isinstance(value, hint)
+
+
 def residual_named(name: str) -> Residual:
     """The variant called `name` with its defaults; InputError with the nearest names otherwise."""
     if name not in REGISTRY:
@@ -264,16 +304,18 @@ def load_config(path: str, shape: str | None = None, residual: str | None = None
     if spec is None or spec.loader is None:
         raise InputError(f"config file {path} is no Python file: give one that ends in .py")
     module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses that it defines look themselves up there
+    given = {"shape": shape, "residual": residual}
     try:
         spec.loader.exec_module(module)
         dials = inspect.signature(module.config).parameters
-    except (SyntaxError, AttributeError, ImportError, NameError) as error:
-        raise InputError(f"config file {path} does not define config(): {error}") from error
-    given = {"shape": shape, "residual": residual}
-    try:
         config = module.config(**{k: v for k, v in given.items() if v is not None and k in dials})
-    except (TypeError, AttributeError, NameError, ImportError) as error:
-        raise InputError(f"config() in {path} does not work: {error}") from error
+    except InputError:
+        raise
+    except (Exception, SystemExit) as error:  # whatever a user's file may raise
+        raise InputError(
+            f"config file {path} has no config() that works: {type(error).__name__}: {error}"
+        ) from error
     if not isinstance(config, Config):
         raise InputError(
             f"config() in {path} returns {type(config).__name__}: return a depthjax.config.Config"

@@ -86,19 +86,19 @@ def _take(
 
 def _check_fields(arguments: Iterable[str], default: Config) -> list[str]:
     """The arguments, true, false and none spelt as Python does; InputError for unknown fields."""
-    known = [f"--{name}" for name in flatten(default) if name != "model.residual.name"]
-    checked, wants_value = [], False
+    fields = {f"--{n}": v for n, v in flatten(default).items() if n != "model.residual.name"}
+    checked, wants_value, text = [], False, False
     for argument in arguments:
         if _is_flag(argument):
             name, equals, value = argument.partition("=")
-            if name not in (*known, "--help"):
-                raise InputError(f"field {name} is unknown: {suggest(name, [*known, *_DIALS])}")
-            wants_value = not equals
+            if name not in (*fields, "--help"):
+                raise InputError(f"field {name} is unknown: {suggest(name, [*fields, *_DIALS])}")
+            wants_value, text = not equals, isinstance(fields.get(name), str)
         elif wants_value or argument == "-h":
             name, equals, value, wants_value = "", "", argument, False
         else:
             raise InputError(f"argument {argument!r} follows no field: write --field value")
-        if value.lower() in ("true", "false", "none"):
+        if not text and value.lower() in ("true", "false", "none"):
             value = value.title()
         checked.append(name + equals + value)
     return checked

@@ -84,13 +84,18 @@ def assert_refused(result, *words):
         (["--data.tokenizer", "gpt9"], ["gpt9"]),
         (["--model.vocab", "300"], ["300", "8191"]),
         (["--run.dir", "/proc/run"], ["run.dir", "/proc/run"]),
+        (["--run.dir", "a[1]"], ["run.dir", "a[1]", "another directory"]),
+        (["--run.dir="], ["run.dir is empty"]),
+        (["--data.dir", ""], ["data.dir is empty"]),
+        (["--train.steps", "99999999999999999999"], ["train.steps", "2^31"]),
+        (["--model.residual.eps", "nan"], ["model.residual.eps", "nan"]),
         (["--run.dir", "small.py"], ["run.dir", "small.py"]),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,
 )
 def test_bad_input_to_train(capsys, config, arguments, words):
     assert_refused(run(capsys, "train", config, *arguments), *words)
-    assert not os.path.exists("run/checkpoints")
+    assert not os.path.isdir("run/checkpoints") or not os.listdir("run/checkpoints")
 
 
 @pytest.mark.parametrize(
@@ -107,11 +112,39 @@ def test_bad_input_to_train(capsys, config, arguments, words):
         (["data", "prepare", "."], ["--out"]),
         (["data", "prepare", "small.py", "--out", "o"], ["small.py", ".txt"]),
         (["data", "verify", "nothing"], ["nothing"]),
+        (["data", "verify", ""], ["empty"]),
+        (["data", "prepare", "", "--out", "o"], ["empty"]),
+        (["data", "prepare", "small.py", "--out", "/proc/o"], ["small.py"]),
     ],
     ids=lambda value: " ".join(value),
 )
 def test_bad_commands(capsys, config, arguments, words):
     assert_refused(run(capsys, *arguments), *words)
+
+
+@pytest.mark.parametrize("error", [ConnectionError, RuntimeError])
+def test_hub_that_cannot_be_reached(capsys, monkeypatch, error):
+    def prepare(*arguments, **options):
+        raise error("name resolution failed\nand a long story")
+
+    monkeypatch.setattr("depthjax.cli_data.prepare", prepare)
+    url = "hf://datasets/HuggingFaceFW/fineweb-edu/sample/100BT"
+    result = run(capsys, "data", "prepare", url, "--out", "o")
+    assert_refused(result, url, "name resolution failed", "same command again")
+
+
+def test_cache_that_cannot_be_written(capsys, config, monkeypatch):
+    monkeypatch.setenv("DEPTHJAX_CACHE", "/proc/nothing")
+    assert_refused(run(capsys, "train", config), "/proc/nothing")
+
+
+def test_brackets_in_paths_are_no_markup(capsys):
+    write_texts()
+    status, out, _ = run(
+        capsys, "data", "prepare", "texts", "--out", "o[/b]", "--tokenizer", "bpe8k"
+    )
+    assert status == 0
+    assert "o[/b]: 12 documents" in out
 
 
 def test_empty_corpus(capsys):
@@ -164,7 +197,7 @@ def test_damaged_shards_are_refused(capsys, config, damage):
     if damage == "id too large":
         arguments += ["--data.tokenizer", "neox"]
     assert_refused(run(capsys, "train", config, *arguments), "train-00000.npy")
-    assert not os.path.exists("run/checkpoints")
+    assert not os.path.isdir("run/checkpoints") or not os.listdir("run/checkpoints")
 
 
 def test_changed_config_lists_its_fields(capsys, config):
@@ -225,8 +258,10 @@ def test_fields_may_be_spelt_with_hyphens_and_lower_case_values(capsys, config):
     from depthjax.overrides import override
 
     arguments = ["--train.peak-lr=0.1", "--run.depth-sizes", "true", "--run.eval-batches", "none"]
+    arguments += ["--run.dir", "none"]  # text stays as it is
     made = override(lambda shape, residual: load_config(config, shape, residual), arguments, "")
     assert (made.train.peak_lr, made.run.depth_sizes, made.run.eval_batches) == (0.1, True, None)
+    assert made.run.dir == "none"
 
 
 @pytest.mark.parametrize(

@@ -69,9 +69,11 @@ def test_study_has_its_own_shapes_only():
 @pytest.mark.parametrize(
     ("source", "message"),
     [
-        ("x = 1", r"does not define config\(\)"),
-        ("def config(:", r"does not define config\(\)"),
-        ("import nonsense_module", r"does not define config\(\)"),
+        ("x = 1", r"has no config\(\) that works"),
+        ("def config(:", r"has no config\(\) that works"),
+        ("raise KeyError(3)", r"has no config\(\) that works: KeyError: 3"),
+        ("import sys\nsys.exit(7)", r"has no config\(\) that works: SystemExit: 7"),
+        ("import nonsense_module", r"has no config\(\) that works"),
         ("def config():\n    return 3", "returns int: return a depthjax.config.Config"),
         (
             "from depthjax.config import *\ndef config():\n    return Config(modle=1)",
@@ -84,6 +86,24 @@ def test_wrong_config_files(tmp_path, source, message):
     file.write_text(source)
     with pytest.raises(InputError, match=message):
         load_config(str(file))
+
+
+def test_a_config_file_may_define_a_variant(tmp_path):
+    """Its module is where Python's dataclasses look it up."""
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "from __future__ import annotations\n"
+        "import dataclasses\n"
+        "from depthjax.config import Config, ModelConfig\n"
+        "from depthjax.residuals import PreLN\n"
+        "@dataclasses.dataclass(frozen=True)\n"
+        "class Mine(PreLN):\n"
+        "    name = 'mine'\n"
+        "    gain: float = 2.0\n"
+        "def config():\n"
+        "    return Config(model=ModelConfig(residual=Mine()))\n"
+    )
+    assert load_config(str(file)).check().residual.gain == 2.0
 
 
 CUSTOM = {"shape": "custom", "layers": 2, "width": 64, "heads": 4, "mlp_width": 96}
@@ -117,10 +137,22 @@ CUSTOM = {"shape": "custom", "layers": 2, "width": 64, "heads": 4, "mlp_width": 
             r"train.warmup_steps is 2000: give 0 to train.steps \(1000",
         ),
         ("train", {"peak_lr": 0.0}, "train.peak_lr is 0.0: give a positive number"),
-        ("train", {"peak_lr": float("nan")}, "train.peak_lr is nan: give a positive number"),
-        ("train", {"weight_decay": -0.1}, "train.weight_decay is -0.1: give a positive number"),
+        ("train", {"peak_lr": float("nan")}, "train.peak_lr is nan: give float, finite"),
+        ("train", {"weight_decay": -0.1}, "train.weight_decay is -0.1: give 0 or more"),
         ("train", {"beta2": 1.0}, r"train.beta2 is 1.0: give one in \[0, 1\)"),
         ("run", {"save_every": 0}, "run.save_every is 0: give at least 1"),
+        ("run", {"dir": ""}, "run.dir is empty: give a directory"),
+        ("data", {"dir": ""}, "data.dir is empty: give a directory"),
+        ("data", {"seed": -1}, "data.seed is -1: give 0 or more"),
+        ("model", {"rope_theta": 0.0}, "model.rope_theta is 0.0: give a positive number"),
+        ("model", {"init_std": float("inf")}, "model.init_std is inf: give float, finite"),
+        ("model", {"residual": BlockAttnRes(eps=float("nan"))}, "model.residual.eps is nan: give"),
+        ("model", {"residual": "pre_ln"}, "model.residual is 'pre_ln': give a Residual"),
+        ("model", {"dtype": "float8"}, "model.dtype is 'float8': give "),
+        ("train", {"steps": "2"}, "train.steps is '2': give int"),
+        ("train", {"steps": 2.5}, "train.steps is 2.5: give int"),
+        ("train", {"steps": 10**20}, "train.steps is 1000+: give int"),
+        ("train", {"peak_lr": None}, "train.peak_lr is None: give float"),
     ],
 )
 def test_wrong_fields(part, fields, message):

@@ -33,6 +33,7 @@ from depthjax.data.shards import (
     INDEX,
     ShardRecord,
     save_index,
+    spans_digest,
     spans_path,
     token_dtype,
 )
@@ -402,6 +403,7 @@ class _OpenShard:
             documents=len(self.ends),
             sha256=self.digest.hexdigest(),
             max_id=self.max_id,
+            spans_sha256=spans_digest(self.path),
         )
 
     def discard(self) -> None:

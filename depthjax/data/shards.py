@@ -44,6 +44,7 @@ class ShardRecord:
     documents: int
     sha256: str
     max_id: int
+    spans_sha256: str | None = None  # of the sidecar, if there is one
 
 
 @dataclass(frozen=True)
@@ -185,6 +186,8 @@ class TokenShards:
     pad_id: int
     tokenizer: str
     tokenizer_sha256: str
+    sha256: str
+    """Of the records of all shards: equal if the same text is cut in the same way."""
 
 
 def open_shards(
@@ -237,6 +240,7 @@ def open_shards(
         pad_id=index["pad_id"],
         tokenizer=tokenizer["name"],
         tokenizer_sha256=tokenizer["sha256"],
+        sha256=hashlib.sha256(json.dumps([asdict(r) for r, _ in shards]).encode()).hexdigest(),
     )
 
 
@@ -264,7 +268,8 @@ def write_index(
                 raise _id_too_large(path, max_id, tokenizer.vocab_size)
             documents = sum(1 for _ in shard.spans(tokenizer.eos_id))
             split = _split_of(file, heldout)
-            records.append(ShardRecord(file, split, shard.tokens, documents, sha256, max_id))
+            spans = spans_digest(path)
+            records.append(ShardRecord(file, split, shard.tokens, documents, sha256, max_id, spans))
     save_index(directory, tokenizer, records)
     return open_shards(directory, verify=False)
 
@@ -386,6 +391,17 @@ def _verify(
                 )
             if max_id >= vocab_size:
                 raise _id_too_large(shard.path, max_id, vocab_size)
+            if record.spans_sha256 not in (None, spans_digest(shard.path)):
+                raise InputError(
+                    f"{spans_path(shard.path)} is missing or has another checksum than {INDEX} "
+                    "records; it is damaged or was replaced"
+                )
+
+
+def spans_digest(shard: Path) -> str | None:
+    """Return the SHA-256 of a shard's sidecar, None where it has none."""
+    sidecar = spans_path(shard)
+    return hashlib.sha256(sidecar.read_bytes()).hexdigest() if sidecar.exists() else None
 
 
 def _scan(shard: Shard, advance: Callable[[int], None]) -> tuple[str, int]:

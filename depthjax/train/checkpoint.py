@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from orbax.checkpoint import v1 as ocp
 
@@ -46,6 +47,7 @@ class Checkpoints:
             return
         overwrite = step in self._bad
         self._bad.discard(step)
+        meta = {**meta, "fingerprint": jax.device_get(fingerprint(state)).tolist()}
         self._checkpointer.save_checkpointables_async(
             step, {"state": state}, custom_metadata=meta, overwrite=overwrite
         )
@@ -71,14 +73,15 @@ class Checkpoints:
         for step in reversed(found):
             try:
                 meta = self.meta(step)
-                if not isinstance(meta, dict) or "config" not in meta:
+                if not isinstance(meta, dict):
                     raise ValueError("its metadata is missing")
+                accepted, expected = accept(meta), meta["fingerprint"]
+            except InputError:
+                raise
             except Exception as error:
                 self._pass_over(step, error)
                 continue
-            if not accept(meta):
-                continue
-            if (state := self._load(step, abstract)) is not None:
+            if accepted and (state := self._load(step, abstract, expected)) is not None:
                 return state, meta
         if found and not self.steps:
             raise InputError(
@@ -87,11 +90,14 @@ class Checkpoints:
             )
         return None
 
-    def _load(self, step: int, abstract: TrainState) -> TrainState | None:
+    def _load(self, step: int, abstract: TrainState, expected: list[int]) -> TrainState | None:
         """The state of a checkpoint; None, and a word about it, where it cannot be read."""
         _ignore_abandoned_reads()
         try:
-            return self._checkpointer.load_checkpointables(step, {"state": abstract})["state"]
+            state = self._checkpointer.load_checkpointables(step, {"state": abstract})["state"]
+            if jax.device_get(fingerprint(state)).tolist() != expected:
+                raise ValueError("its numbers are not those that were saved")
+            return state
         except Exception as error:  # Orbax and tensorstore raise many kinds for a damaged file
             self._pass_over(step, error)
             return None
@@ -122,6 +128,23 @@ def _ignore_abandoned_reads() -> None:
 
     sys.unraisablehook = report
     warnings.filterwarnings("ignore", "coroutine .* was never awaited", RuntimeWarning)
+
+
+@jax.jit
+def fingerprint(state: Any) -> jax.Array:
+    """uint32 [leaves]: a sum over the bits of each leaf, weighted by position, that any flipped bit
+    changes. Integers, so the same however the leaf is sharded."""
+
+    def of(leaf: jax.Array) -> jax.Array:
+        unsigned = jnp.dtype(f"uint{8 * leaf.dtype.itemsize}")
+        bits = jax.lax.bitcast_convert_type(leaf, unsigned).astype(jnp.uint32)
+        weight, stride = jnp.ones(leaf.shape, jnp.uint32), 2  # odd: no bit is ever multiplied away
+        for axis in reversed(range(leaf.ndim)):
+            weight += jax.lax.broadcasted_iota(jnp.uint32, leaf.shape, axis) * jnp.uint32(stride)
+            stride = stride * leaf.shape[axis] % 2**32
+        return jnp.sum(bits * weight, dtype=jnp.uint32)
+
+    return jnp.stack([of(leaf) for leaf in jax.tree.leaves(state)])
 
 
 def parameters_sha256(params: Any) -> str:

@@ -13,7 +13,7 @@ def open_data(config: Config) -> tuple[TokenShards, int]:
     tokenizer = load_tokenizer(config.data.tokenizer)
     vocab = config.model.vocab or tokenizer.vocab_size
     shards = open_shards(
-        config.data.dir or default_corpus(config.data.tokenizer),
+        default_corpus(config.data.tokenizer) if config.data.dir is None else config.data.dir,
         vocab_size=vocab,
         tokenizer_sha256=tokenizer.sha256,
         verify=config.data.verify,

@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 import functools
-import math
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -18,10 +17,10 @@ from depthjax.plan import peak_flops, training_flops_per_token
 from depthjax.train.checkpoint import Checkpoints, parameters_sha256
 from depthjax.train.evaluate import heldout_loss, heldout_losses
 from depthjax.train.inputs import open_data, training_batches
-from depthjax.train.metrics import Metrics, read_jsonl
+from depthjax.train.metrics import Metrics, read_jsonl, tensorboard_writer
 from depthjax.train.progress import ProgressLine
 from depthjax.train.report import write_summary
-from depthjax.train.run_dir import RunDirectory, check_unchanged
+from depthjax.train.run_dir import RunDirectory, check_unchanged, git_commit
 from depthjax.train.step import Program, TrainState, data_mesh
 from depthjax.train.stop import Stopped, StopSignal
 
@@ -35,8 +34,10 @@ def train(config: Config, console: Console | None = None) -> tuple[dict[str, Any
 
     Returns (summary, 0) once `train.steps` are done; (None, status) when it was asked to stop
     before: status 0 for SIGTERM, 130 for Ctrl-C, the work saved. Raises InputError for bad input,
-    before anything is compiled, and TrainingDiverged when the guard gives up.
+    before anything is compiled, and TrainingDiverged when the guard gives up. One process only.
     """
+    if jax.process_count() > 1:
+        raise InputError(f"{jax.process_count()} processes: training runs in one so far")
     console = console or Console()
     say = functools.partial(console.print, soft_wrap=True, markup=False, highlight=False)
     config.check().check_devices(jax.device_count())
@@ -44,7 +45,8 @@ def train(config: Config, console: Console | None = None) -> tuple[dict[str, Any
         shards, vocab = open_data(config)
         run = _Run(config, directory, shards, vocab, console, say)
         try:
-            return run.loop(stop), stop.exit_status
+            summary = run.loop(stop)
+            return summary, 0 if summary else stop.exit_status
         finally:
             run.close()
 
@@ -56,6 +58,8 @@ class _Run:
         self.config, self.directory, self.console, self.say = config, directory, console, say
         self.shards, self.vocab = shards, vocab
         self.title = f"{config.residual.name}, {config.model.shape}, {shards.tokenizer}"
+        if config.run.tensorboard:
+            tensorboard_writer()  # before anything is compiled
         self.program = Program(config, vocab, data_mesh())
         self.batches = training_batches(config, shards)
         self.checkpoints = Checkpoints(directory.path / "checkpoints", config.run.keep, say)
@@ -80,32 +84,32 @@ class _Run:
 
         def accept(meta: dict[str, Any]) -> bool:
             notes[:] = check_unchanged(meta["config"], self.config)
-            if meta["train_tokens"] != self.shards.train.tokens:
+            if meta["data_sha256"] != self.shards.sha256:
                 raise InputError(
-                    f"data.dir has {self.shards.train.tokens} training tokens, the checkpoint in "
-                    f"run.dir was made with {meta['train_tokens']}: give the same data, or another "
-                    "run.dir"
+                    f"data.dir {self.shards.directory} holds other text than the checkpoint in "
+                    "run.dir was made with: give the same data, or another run.dir"
                 )
             return True
 
         restored = self.checkpoints.restore(self.program.abstract_state(), accept)
-        self.directory.write_origin(self.config)
         if restored is None:
-            self.directory.note("start")
+            self.directory.write_origin(self.config)
+            self.directory.note("start", git_commit=git_commit())
             return self.program.init(), 0
         state, meta = restored
         step = int(state.step)
         self.batches.set_state(meta["data"])
         self.seconds_before, self.rollbacks = meta["seconds"], meta["rollbacks"]
         self.resumed_from = meta["resumed_from"]
+        for note in notes:
+            self.say(f"changed since the checkpoint: {note}")
         if step >= self.config.train.steps:
-            self.say(f"all {self.config.train.steps} steps are done already")
+            self.say(f"all steps are done already: the checkpoint is of step {step}")
             return state, step
         self.resumed_from = [*self.resumed_from, step]
         self.say(f"resuming at step {step} of {self.config.train.steps}")
-        for note in notes:
-            self.say(f"changed since the checkpoint: {note}")
-        self.directory.note("resume", step=step, changed=notes)
+        self.directory.write_origin(self.config)
+        self.directory.note("resume", step=step, changed=notes, git_commit=git_commit())
         return state, step
 
     @property
@@ -118,7 +122,7 @@ class _Run:
         meta = {
             "config": to_dict(self.config),
             "data": self.batches.get_state(),
-            "train_tokens": self.shards.train.tokens,
+            "data_sha256": self.shards.sha256,
             "seconds": self.seconds,
             "rollbacks": self.rollbacks,
             "skipped_in_row": int(self.state.skipped_in_row),
@@ -128,34 +132,19 @@ class _Run:
 
     def loop(self, stop: StopSignal) -> dict[str, Any] | None:
         """Trains to the end and returns the summary; saves and returns None when asked to stop."""
-        steps, run = self.config.train.steps, self.config.run
+        steps = self.config.train.steps
         with ProgressLine(self.console, steps, self.step) as self.progress:
             if self._evaluation_due() and not self._evaluated():  # stopped before it was done
                 self._evaluate(stop)
             interval = _Interval(self)
             while self.step < steps and not stop.requested:
-                rows = interval.wait_for(self.batches)
-                self.state, metrics = self.program.step(self.state, self.program.put(rows))
-                stop.ready()
-                self.step += 1
-                # The device works on this step while the metrics of the one before are looked at.
-                interval.settle()
-                interval.pending = (self.step, metrics)
-                evaluate = self._evaluation_due()
-                save = self.step % run.save_every == 0
-                if evaluate or save:
-                    interval.settle()
+                self._take_step(interval, stop)
                 if interval.skipped_in_row >= self.config.train.guard_patience:
                     self._roll_back()
                     interval = _Interval(self)
-                    continue
-                if evaluate:
-                    with interval.paused():
-                        self._evaluate(stop)
-                if save and interval.skipped_in_row == 0:  # a place to return to
-                    self.save()
-            interval.settle()
-            self.save()
+            # Not in the middle of skipped updates: what follows them is decided from their start.
+            if self.step >= steps or interval.skipped_in_row == 0:
+                self.save()
         try:
             if self.step >= steps:
                 return self._summarize(stop, self.seconds)
@@ -164,6 +153,26 @@ class _Run:
         self.say(f"stopped at step {self.step} of {steps}: run again to continue")
         self.directory.note("stop", step=self.step)
         return None
+
+    def _take_step(self, interval: "_Interval", stop: StopSignal) -> None:
+        """One optimizer step, and the held-out loss and the checkpoint where they are due."""
+        rows = interval.wait_for(self.batches)
+        self.state, metrics = self.program.step(self.state, self.program.put(rows))
+        stop.ready()
+        self.step += 1
+        # The device works on this step while the metrics of the one before are looked at.
+        interval.settle()
+        interval.pending = (self.step, metrics)
+        evaluate, save = self._evaluation_due(), self.step % self.config.run.save_every == 0
+        if evaluate or save or stop.requested or self.step == self.config.train.steps:
+            interval.settle()
+        if interval.skipped_in_row >= self.config.train.guard_patience:
+            return
+        if evaluate:
+            with interval.paused():
+                self._evaluate(stop)
+        if save and interval.skipped_in_row == 0:  # a place to return to
+            self.save()
 
     def _evaluation_due(self) -> bool:
         every, steps = self.config.run.eval_every, self.config.train.steps
@@ -208,6 +217,7 @@ class _Run:
 
     def _summarize(self, stop: StopSignal, seconds: float) -> dict[str, Any]:
         """The final losses and counts, also written to summary.json, loss.png and the console."""
+        stop.ready()
         config, state = self.config, self.state
         self.say("computing the held-out losses")
         losses = heldout_losses(
@@ -298,14 +308,7 @@ class _Interval:
         del record["skipped_in_row"]
         if self._peak:
             record["model_flops_utilisation"] = speed * self._flops / self._peak
-        self.run.metrics.write(step, _json_numbers(record))
+        self.run.metrics.write(step, record)
         text = f"loss {record['loss']:.4f}  lr {record['learning_rate']:.2e}  {speed:,.0f} tokens/s"
         self.run.progress.update(step, text)
         self._clear()
-
-
-def _json_numbers(record: dict[str, Any]) -> dict[str, Any]:
-    """JSON has no NaN and no infinity: they become null."""
-    return {
-        k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()
-    }

@@ -1,22 +1,35 @@
 """Where a run's numbers go: JSON lines always, TensorBoard on request."""
 
 import json
+import math
 import pathlib
 from typing import Any
 
+from depthjax.data.files import write_atomically
 from depthjax.errors import InputError
 
 
 def read_jsonl(path: pathlib.Path) -> list[dict[str, Any]]:
-    """The records of a JSON-lines file; [] where it does not exist; a half-written last line is
-    left out."""
+    """The records, each with a step, of a JSON-lines file; [] where it does not exist. A line that
+    was half written, or damaged, is left out."""
     records = []
-    for line in path.read_text().splitlines() if path.exists() else []:
+    for line in path.read_text(errors="replace").splitlines() if path.exists() else []:
         try:
-            records.append(json.loads(line))
+            record = json.loads(line)
         except json.JSONDecodeError:
-            break
+            continue
+        if isinstance(record, dict) and isinstance(record.get("step"), int):
+            records.append(record)
     return records
+
+
+def json_numbers(value: Any) -> Any:
+    """`value` with None for every NaN and infinity, which JSON does not have."""
+    if isinstance(value, dict):
+        return {name: json_numbers(item) for name, item in value.items()}
+    if isinstance(value, list):
+        return [json_numbers(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 class Metrics:
@@ -28,14 +41,16 @@ class Metrics:
     def __init__(self, directory: pathlib.Path, step: int, tensorboard: bool):
         self.path = directory / "metrics.jsonl"
         kept = [record for record in read_jsonl(self.path) if record["step"] <= step]
-        rewritten = self.path.with_suffix(".jsonl.partial")
-        rewritten.write_text("".join(json.dumps(record) + "\n" for record in kept))
-        rewritten.replace(self.path)
+        write_atomically(self.path, "".join(json.dumps(r) + "\n" for r in kept).encode())
         self._file = self.path.open("a")
-        self._board = _tensorboard(directory, step) if tensorboard else None
+        self._board = None
+        if tensorboard:
+            writer = tensorboard_writer()
+            self._board = writer(str(directory / "tensorboard"), purge_step=step + 1)
 
     def write(self, step: int, values: dict[str, Any]) -> None:
         """values: numbers and lists of numbers (written as name/0, name/1, ... to TensorBoard)."""
+        values = json_numbers(values)
         self._file.write(json.dumps({"step": step, **values}) + "\n")
         self._file.flush()
         if self._board is None:
@@ -43,7 +58,8 @@ class Metrics:
         for name, value in values.items():
             many = enumerate(value) if isinstance(value, list) else None
             for tag, number in [(f"{name}/{i}", v) for i, v in many] if many else [(name, value)]:
-                self._board.add_scalar(tag, number, step)
+                if number is not None:
+                    self._board.add_scalar(tag, number, step)
 
     def close(self) -> None:
         self._file.close()
@@ -51,11 +67,12 @@ class Metrics:
             self._board.close()
 
 
-def _tensorboard(directory: pathlib.Path, step: int):
+def tensorboard_writer():
+    """The class that writes event files; InputError where its package is missing."""
     try:
         from tensorboardX import SummaryWriter
     except ImportError as error:
         raise InputError(
             'run.tensorboard is True, which needs tensorboardX: pip install "depthjax[tb]"'
         ) from error
-    return SummaryWriter(str(directory / "tensorboard"), purge_step=step + 1)
+    return SummaryWriter

@@ -8,14 +8,14 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from depthjax.train.metrics import read_jsonl
+from depthjax.data.files import write_atomically
+from depthjax.train.metrics import json_numbers, read_jsonl
 
 
 def write_summary(directory: pathlib.Path, summary: dict[str, Any], console: Console) -> None:
     """Writes summary.json and loss.png, and prints the summary as a table."""
-    partial = directory / "summary.json.partial"
-    partial.write_text(json.dumps(summary, indent=2) + "\n")
-    partial.replace(directory / "summary.json")
+    text = json.dumps(json_numbers(summary), indent=2) + "\n"
+    write_atomically(directory / "summary.json", text.encode())
     print_table(f"run {directory}", summary, console)
     if picture := plot_losses(directory, summary):
         console.print(f"loss curve: {picture}")
@@ -49,7 +49,7 @@ def plot_losses(directory: pathlib.Path, summary: dict[str, Any]) -> pathlib.Pat
         return None
     records = read_jsonl(directory / "metrics.jsonl")
     train = [(r["step"], r["loss"]) for r in records if np.isfinite(r.get("loss") or np.nan)]
-    heldout = [(r["step"], r["heldout_loss"]) for r in records if "heldout_loss" in r]
+    heldout = [(r["step"], r["heldout_loss"]) for r in records if r.get("heldout_loss") is not None]
 
     figure = Figure(figsize=(8, 4.5), layout="constrained")
     axes = figure.add_subplot()

@@ -1,6 +1,7 @@
 """The run directory: its lock, its origin, and what may not change in it."""
 
 import dataclasses
+import errno
 import importlib.metadata
 import json
 import os
@@ -11,6 +12,7 @@ import time
 from typing import Any
 
 from depthjax.config import Config, flatten, from_dict, to_dict
+from depthjax.data.files import write_atomically
 from depthjax.errors import InputError
 
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy", "tokenizers")
@@ -28,8 +30,15 @@ class RunDirectory:
 
     def __init__(self, path: str):
         self.path = pathlib.Path(path)
+        if set("[]\\") & set(str(self.path.absolute())):
+            raise InputError(
+                f"run.dir is {str(self.path.absolute())!r}: checkpoints cannot be written to a "
+                "path with '[', ']' or a backslash in it, give another directory"
+            )
         try:
-            self.path.mkdir(parents=True, exist_ok=True)
+            (self.path / "checkpoints").mkdir(parents=True, exist_ok=True)
+            if not os.access(self.path / "checkpoints", os.W_OK):
+                raise PermissionError(errno.EACCES, "no permission to write its checkpoints")
             self._lock = (self.path / ".lock").open("w")
         except OSError as error:
             raise InputError(
@@ -57,13 +66,16 @@ class RunDirectory:
 
     def write_origin(self, config: Config) -> None:
         """Saves the resolved config, and beside it versions, commit and machine."""
-        (self.path / "config.json").write_text(json.dumps(to_dict(config), indent=2) + "\n")
+        self._write("config.json", to_dict(config))
         environment = {
             "packages": {name: importlib.metadata.version(name) for name in PACKAGES},
             "python": platform.python_version(),
             "git_commit": git_commit(),
         }
-        (self.path / "environment.json").write_text(json.dumps(environment, indent=2) + "\n")
+        self._write("environment.json", environment)
+
+    def _write(self, name: str, values: dict[str, Any]) -> None:
+        write_atomically(self.path / name, (json.dumps(values, indent=2) + "\n").encode())
 
     def note(self, event: str, **details: Any) -> None:
         """Appends to events.jsonl: starts, resumes, rollbacks, stops."""
@@ -77,7 +89,7 @@ def saved_config(path: str) -> Config:
     file = pathlib.Path(path) / "config.json"
     try:
         config = from_dict(json.loads(file.read_text()))
-    except (OSError, json.JSONDecodeError) as error:
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise InputError(f"{path} is no run directory: {file} cannot be read ({error})") from error
     return dataclasses.replace(config, run=dataclasses.replace(config.run, dir=path))
 

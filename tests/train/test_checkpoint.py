@@ -6,7 +6,7 @@ import pytest
 from jax.sharding import AxisType
 
 from depthjax.errors import InputError
-from depthjax.train.checkpoint import Checkpoints, parameters_sha256
+from depthjax.train.checkpoint import Checkpoints, fingerprint, parameters_sha256
 from depthjax.train.step import Program
 
 pytestmark = pytest.mark.jax_version
@@ -72,6 +72,22 @@ def test_saved_state_is_that_of_the_moment(small_config, tmp_path):
                 file.unlink()
 
 
+def test_fingerprint_sees_every_bit(small_config):
+    """Any one flipped bit, two exchanged numbers, and nothing else; the same on any mesh."""
+    _, state = trained(small_config)
+    leaves = {"a": np.array(state.params["head"]), "b": np.arange(6, dtype=np.float32)}
+    first = np.asarray(fingerprint(leaves))
+    for bit in range(32):
+        changed = {**leaves, "a": leaves["a"].copy()}
+        changed["a"].view(np.uint32)[5, 77] ^= 1 << bit
+        assert np.array_equal(np.asarray(fingerprint(changed)) != first, [True, False])
+    exchanged = {**leaves, "b": leaves["b"][[0, 2, 1, 3, 4, 5]]}
+    assert np.array_equal(np.asarray(fingerprint(exchanged)) != first, [False, True])
+    mesh = program_on(small_config, 8).by_row
+    sharded = {**leaves, "a": jax.device_put(leaves["a"], mesh)}
+    np.testing.assert_array_equal(fingerprint(sharded), first)
+
+
 def test_sha256_sees_every_bit_and_every_name(small_config):
     _, state = trained(small_config)
     params = jax.device_get(state.params)
@@ -83,16 +99,20 @@ def test_sha256_sees_every_bit_and_every_name(small_config):
 
 
 def damage(path, how):
-    """Truncates the largest file of a checkpoint, or removes its metadata."""
+    """Truncates the largest file of a checkpoint, flips one bit in it, or removes its metadata."""
     files = sorted((f for f in path.rglob("*") if f.is_file()), key=lambda f: f.stat().st_size)
     if how == "truncated":
         with files[-1].open("r+b") as file:
             file.truncate(files[-1].stat().st_size // 2)
+    elif how == "one bit":
+        data = bytearray(files[-1].read_bytes())
+        data[len(data) // 2] ^= 4
+        files[-1].write_bytes(data)
     else:
         (path / "_CHECKPOINT_METADATA").unlink()
 
 
-@pytest.mark.parametrize("how", ["truncated", "no metadata"])
+@pytest.mark.parametrize("how", ["truncated", "one bit", "no metadata"])
 def test_falls_back_past_a_damaged_checkpoint(small_config, tmp_path, how):
     program, state = trained(small_config)
     saved(tmp_path, state, steps=(1, 2))

@@ -13,7 +13,7 @@ from conftest import change
 
 import depthjax.train.loop as loop
 from depthjax.train import TrainingDiverged, train
-from depthjax.train.metrics import read_jsonl
+from depthjax.train.metrics import json_numbers, read_jsonl
 
 pytestmark = pytest.mark.jax_version
 
@@ -155,6 +155,20 @@ def test_signals_while_compiling(command, tmp_path):
         assert process.returncode == status, output
 
 
+@pytest.mark.parametrize("seconds", [0.15, 0.4, 0.8, 1.4])
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 0), (signal.SIGINT, 130)])
+def test_signals_while_starting(command, tmp_path, seconds, number, status):
+    """During imports and preparation, too, a signal ends the process at once, without a word."""
+    process = command(tmp_path / "run")
+    time.sleep(seconds)
+    process.send_signal(number)
+    output, _ = process.communicate(timeout=10)
+    assert "Traceback" not in output
+    assert (
+        process.returncode in (status, -number) if seconds < 0.3 else process.returncode == status
+    )
+
+
 def test_a_finished_run_reports_again_and_trains_no_more(uninterrupted, command, tmp_path):
     run_dir, _ = uninterrupted
     before = summary_of(run_dir)
@@ -225,6 +239,45 @@ def test_rolls_back_once(small_config, monkeypatch, bad, rollbacks, skipped):
     assert steps == list(range(1, 13))
 
 
+@pytest.mark.parametrize("moment", [6, 7, 8, 9])
+def test_stopping_among_skipped_updates_changes_nothing(small_config, monkeypatch, moment):
+    """Steps 6 to 8 fail their first time, as the same data would; a stop at any of them, and a
+    rerun, end where the undisturbed run does."""
+
+    class Stopping(Faulty):
+        """Fails by the position in the data, and asks to stop after one step of the first run."""
+
+        stop_at: int | None = None
+
+        def __init__(self, *arguments):
+            super().__init__(*arguments)
+            skipping, seen = self.step, set()
+
+            def step(state, batch):
+                key = np.asarray(batch).tobytes()
+                position = order.setdefault(key, len(order) + 1)
+                self.calls = position - 1
+                seen.add(position)
+                if position == Stopping.stop_at:
+                    Stopping.stop_at = None
+                    signal.raise_signal(signal.SIGTERM)
+                return skipping(state, batch)
+
+            self.step = step
+
+    order: dict[bytes, int] = {}
+    monkeypatch.setattr(Faulty, "bad", frozenset({6, 7, 8}))
+    monkeypatch.setattr(loop, "Program", Stopping)
+    config = change(small_config, train={"guard_patience": 3})
+    undisturbed, _ = train(change(config, run={"dir": config.run.dir + "-undisturbed"}))
+    assert undisturbed["rollbacks"] == 1
+    Stopping.stop_at = moment
+    assert train(config) == (None, 0)
+    again, _ = train(config)
+    for name in ("parameters_sha256", "rollbacks", "skipped_updates"):
+        assert again[name] == undisturbed[name]
+
+
 def test_gives_up_when_it_recurs(small_config, monkeypatch):
     monkeypatch.setattr(Faulty, "bad", frozenset({6, 7, 8, 14, 15, 16}))
     monkeypatch.setattr(loop, "Program", Faulty)
@@ -238,6 +291,24 @@ def test_gives_up_without_a_checkpoint(small_config):
     config = change(small_config, train={"guard_norm": 1e-6, "guard_patience": 3})
     with pytest.raises(TrainingDiverged, match="no checkpoint to return to"):
         train(config)
+
+
+def test_damaged_metrics_lines_are_left_out(small_config):
+    """Whatever stands in the file, the records around it stay."""
+    train(change(small_config, train={"steps": 4}))
+    path = pathlib.Path(small_config.run.dir) / "metrics.jsonl"
+    lines = path.read_bytes().splitlines()
+    path.write_bytes(
+        b"\n".join([lines[0], b"\xff garbage", b"7", b'{"loss": 1}', *lines[1:], b'{"st'])
+    )
+    summary, _ = train(change(small_config, train={"steps": 8}))
+    assert summary["train_loss"] is not None
+    assert [step for step, _ in losses_of(path.parent)] == list(range(1, 9))
+
+
+def test_json_has_no_nan():
+    numbers = {"a": float("nan"), "b": [1.0, float("inf")], "c": {"d": float("-inf")}, "e": 2}
+    assert json_numbers(numbers) == {"a": None, "b": [1.0, None], "c": {"d": None}, "e": 2}
 
 
 def test_tensorboard(small_config):
