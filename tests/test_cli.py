@@ -1,6 +1,7 @@
 """The command line as a user meets it: what it prints, and what it says of bad input."""
 
 import os
+import signal
 import subprocess
 import sys
 
@@ -14,6 +15,16 @@ from depthjax.cli import main
 def elsewhere(tmp_path, monkeypatch):
     """Each command runs in a folder of its own."""
     monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture(autouse=True)
+def signals():
+    """A command that is run within this process leaves no handler of its own behind."""
+    numbers = (signal.SIGTERM, signal.SIGINT)
+    before = {number: signal.getsignal(number) for number in numbers}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 @pytest.fixture(scope="module", autouse=True)
