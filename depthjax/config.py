@@ -365,8 +365,8 @@ def suggest(name: str, known: typing.Iterable[str]) -> str:
     return f"did you mean {near[0]}?" if near else "there are no fields"
 
 
-def flatten(config: Any) -> dict[str, Any]:
-    """Dotted field names -> values: {"train.steps": 1000, ...}."""
+def flatten(config: Config | Mapping[str, Any]) -> dict[str, Any]:
+    """Dotted field names -> values of a config, or of its JSON form: {"train.steps": 1000, ...}."""
 
     def walk(prefix: str, values: Mapping[str, Any]):
         for name, value in values.items():
@@ -375,4 +375,4 @@ def flatten(config: Any) -> dict[str, Any]:
             else:
                 yield f"{prefix}{name}", value
 
-    return dict(walk("", values if isinstance(values := config, Mapping) else to_dict(config)))
+    return dict(walk("", config if isinstance(config, Mapping) else to_dict(config)))
