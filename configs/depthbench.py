@@ -27,9 +27,6 @@ VARIANTS = {
     "block_attnres": BlockAttnRes(mix_eps=1e-5),
 }
 
-# Peak learning rates that are not 2e-3, below 1.6B.
-PEAKS = {"lns": 1e-2, "deepnorm": 1e-3}
-
 
 def config(shape: str = "400m-L32", residual: str = "pre_ln") -> Config:
     family = shape.rpartition("-L")[0]
@@ -47,7 +44,7 @@ def config(shape: str = "400m-L32", residual: str = "pre_ln") -> Config:
             steps=STEPS[family],
             batch=512,
             accumulate=4,
-            peak_lr=5e-4 if family == "1.6b" else PEAKS.get(residual, 2e-3),
+            peak_lr=5e-4 if family == "1.6b" else None,  # None: the variant's own
         ),
         run=RunConfig(dir=f"runs/{shape}-{residual}", save_every=500, eval_every=1000),
     )

@@ -13,6 +13,7 @@ import inspect
 import math
 import pathlib
 import sys
+import types
 import typing
 from collections.abc import Mapping
 from typing import Any, Literal
@@ -82,8 +83,8 @@ class TrainConfig:
     """Sequences in one optimizer step, over all devices and accumulation."""
     accumulate: int = 1
     """Micro-batches that one step's gradient is summed over."""
-    peak_lr: float = 2e-3
-    """Learning rate at the end of the warmup."""
+    peak_lr: float | None = None
+    """Learning rate at the end of the warmup; None: what suits the residual connection."""
     warmup_steps: int | None = None
     """Steps of linear warmup from 0; None: a tenth of all steps."""
     final_lr_ratio: float = 0.1
@@ -172,6 +173,11 @@ class Config:
             raise InputError(f"model.residual: {error}") from error
 
     @property
+    def peak_lr(self) -> float:
+        """`train.peak_lr`, or that of the residual connection."""
+        return self.residual.peak_lr if self.train.peak_lr is None else self.train.peak_lr
+
+    @property
     def warmup_steps(self) -> int:
         """`train.warmup_steps`, or a tenth of all steps."""
         warmup = self.train.warmup_steps
@@ -206,7 +212,8 @@ class Config:
         for name, (value, least) in at_least.items():
             if value is not None and value < least:
                 raise InputError(f"{name} is {value}: give at least {least}")
-        positive = {f"train.{n}": getattr(train, n) for n in ("peak_lr", "adam_eps", "clip_norm")}
+        positive = {f"train.{n}": getattr(train, n) for n in ("adam_eps", "clip_norm")}
+        positive |= {"train.peak_lr": self.peak_lr}
         positive |= {"train.guard_norm": train.guard_norm, "model.rope_theta": model.rope_theta}
         positive["model.init_std"] = model.init_std
         for name, value in positive.items():
@@ -295,19 +302,13 @@ def residual_named(name: str) -> Residual:
 
 def load_config(path: str, shape: str | None = None, residual: str | None = None) -> Config:
     """The config that the Python file at `path` returns, its dials set where given."""
-    file = pathlib.Path(path)
-    if not file.is_file():
+    if not pathlib.Path(path).is_file():
         raise InputError(
             f"config file {path} does not exist: give a Python file such as those in configs/"
         )
-    spec = importlib.util.spec_from_file_location(f"depthjax_config_{file.stem}", file)
-    if spec is None or spec.loader is None:
-        raise InputError(f"config file {path} is no Python file: give one that ends in .py")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses that it defines look themselves up there
     given = {"shape": shape, "residual": residual}
     try:
-        spec.loader.exec_module(module)
+        module = import_file(path)
         dials = inspect.signature(module.config).parameters
         config = module.config(**{k: v for k, v in given.items() if v is not None and k in dials})
     except InputError:
@@ -321,6 +322,19 @@ def load_config(path: str, shape: str | None = None, residual: str | None = None
             f"config() in {path} returns {type(config).__name__}: return a depthjax.config.Config"
         )
     return with_dials(shape, residual, config)
+
+
+def import_file(path: str | pathlib.Path) -> types.ModuleType:
+    """The Python file at `path` as a module; what it defines, such as residual connections, is
+    registered. InputError where it does not end in .py; else raises what the file raises."""
+    file = pathlib.Path(path)
+    spec = importlib.util.spec_from_file_location(f"depthjax_config_{file.stem}", file)
+    if spec is None or spec.loader is None:
+        raise InputError(f"config file {path} is no Python file: give one that ends in .py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses that it defines look themselves up there
+    spec.loader.exec_module(module)
+    return module
 
 
 def with_dials(shape: str | None, residual: str | None, config: Config | None = None) -> Config:

@@ -18,8 +18,8 @@ from depthjax.config import (
 )
 from depthjax.errors import InputError
 from depthjax.models import SHAPES
-from depthjax.residuals import REGISTRY, BlockAttnRes, FullAttnRes
-from depthjax.train.run_dir import check_unchanged
+from depthjax.residuals import REGISTRY, BlockAttnRes, FullAttnRes, PreLN
+from depthjax.train.run_dir import RunDirectory, check_unchanged, saved_config
 
 CONFIGS = pathlib.Path(__file__).parent.parent / "configs"
 
@@ -56,7 +56,7 @@ def test_study_follows_its_two_dials(shape, residual):
     assert config.train.steps == steps.get(family, 7600)
     assert config.warmup_steps == config.train.steps // 10
     peak = {"lns": 1e-2, "deepnorm": 1e-3}.get(residual, 2e-3)
-    assert config.train.peak_lr == (5e-4 if family == "1.6b" else peak)
+    assert config.peak_lr == (5e-4 if family == "1.6b" else peak)
     assert config.train.batch * config.model.context == 512 * 2048
     assert getattr(config.residual, "mix_eps", 1e-5) == 1e-5
 
@@ -103,7 +103,18 @@ def test_a_config_file_may_define_a_variant(tmp_path):
         "def config():\n"
         "    return Config(model=ModelConfig(residual=Mine()))\n"
     )
-    assert load_config(str(file)).check().residual.gain == 2.0
+    config = load_config(str(file)).check()
+    assert config.residual.gain == 2.0
+    with RunDirectory(str(tmp_path / "run")) as directory:  # which keeps the file
+        directory.write_origin(config)
+    file.unlink()
+    del REGISTRY["mine"]
+    assert saved_config(str(tmp_path / "run")).residual.gain == 2.0
+
+
+def test_two_variants_cannot_share_a_name():
+    with pytest.raises(ValueError, match="'pre_ln' names PreLN already: take another"):
+        type("Other", (PreLN,), {"name": "pre_ln"})
 
 
 CUSTOM = {"shape": "custom", "layers": 2, "width": 64, "heads": 4, "mlp_width": 96}
@@ -137,7 +148,7 @@ CUSTOM = {"shape": "custom", "layers": 2, "width": 64, "heads": 4, "mlp_width": 
             r"train.warmup_steps is 2000: give 0 to train.steps \(1000",
         ),
         ("train", {"peak_lr": 0.0}, "train.peak_lr is 0.0: give a positive number"),
-        ("train", {"peak_lr": float("nan")}, "train.peak_lr is nan: give float, finite"),
+        ("train", {"peak_lr": float("nan")}, r"train.peak_lr is nan: give float \| None, finite"),
         ("train", {"weight_decay": -0.1}, "train.weight_decay is -0.1: give 0 or more"),
         ("train", {"beta2": 1.0}, r"train.beta2 is 1.0: give one in \[0, 1\)"),
         ("run", {"save_every": 0}, "run.save_every is 0: give at least 1"),
@@ -152,7 +163,7 @@ CUSTOM = {"shape": "custom", "layers": 2, "width": 64, "heads": 4, "mlp_width": 
         ("train", {"steps": "2"}, "train.steps is '2': give int"),
         ("train", {"steps": 2.5}, "train.steps is 2.5: give int"),
         ("train", {"steps": 10**20}, "train.steps is 1000+: give int"),
-        ("train", {"peak_lr": None}, "train.peak_lr is None: give float"),
+        ("train", {"adam_eps": None}, "train.adam_eps is None: give float"),
     ],
 )
 def test_wrong_fields(part, fields, message):

@@ -15,10 +15,13 @@ from depthjax.errors import InputError
 from depthjax.models import Shape, Transformer
 from depthjax.residuals import (
     HC,
+    KINDS,
     LNS,
     MHC,
     BlockAttnRes,
+    CompleteP,
     DeepNorm,
+    DepthMuP,
     FullAttnRes,
     Keel,
     MHCNative,
@@ -42,8 +45,17 @@ _BRANCHES = {
     "mlp/down": "feed_forward.w2",
 }
 _NORMS = {"norm": "{}_norm.weight", "post_norm": "post_{}_norm.weight"}
-_MIXERS = {"query": "res_proj.weight", "key_scale": "res_norm.weight"}
+_MIXERS = {
+    "query": "res_proj.weight",
+    "key_scale": "res_norm.weight",
+    "source_bias": "res_bias",
+}
 _MIXER_PREFIX = {"attention": "blocks.{}.attn_", "mlp": "blocks.{}.mlp_", "final": ""}
+_LOGIT_SCALE = {
+    "attention": "blocks.{}.attnres_logit_scale",
+    "mlp": "blocks.{}.mlp_attnres_logit_scale",
+    "final": "final_attnres_logit_scale",
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,6 +67,20 @@ class _Tensor:
     theirs: Callable[[np.ndarray], np.ndarray] = np.asarray
     first_layer: int = 0
     missing_last: int = 0
+    entries: Callable[[int], int] | None = None
+    """How many entries theirs has at a layer, where ours is filled up with zeros."""
+
+    def row(self, theirs: np.ndarray, shape: tuple[int, ...], layer: int) -> np.ndarray | None:
+        """A tensor of theirs as our row of `shape`; None where its shape is wrong."""
+        if self.entries is not None:
+            if theirs.shape != (self.entries(layer),):
+                return None
+            return np.pad(theirs, (0, shape[0] - theirs.size))
+        try:
+            ours = self.ours(theirs)
+        except ValueError:
+            return None
+        return ours if ours.shape == shape else None
 
     def names(self, layers: int) -> list[str]:
         """The tensors that make up the parameter, one a layer or one in all."""
@@ -78,12 +104,20 @@ def _matrix(path: str, size: int) -> tuple[Callable, Callable]:
     return np.transpose, np.transpose
 
 
-def _residual_tensor(kind: str, name: str, first_layer: int, size: int) -> _Tensor:
+def _residual_tensor(kind: str, name: str, first_layer: int, size: int, rule: Residual) -> _Tensor:
     if name in _MIXERS:
         theirs = _MIXER_PREFIX[kind] + _MIXERS[name]
         if name == "query":
             return _Tensor(theirs, np.ravel, lambda w: w[None], first_layer)
+        if name == "source_bias" and kind != "final":
+            return _Tensor(
+                theirs,
+                first_layer=first_layer,
+                entries=lambda layer: rule.sources(2 * layer + KINDS.index(kind)),
+            )
         return _Tensor(theirs, first_layer=first_layer)
+    if name == "logit_scale":
+        return _Tensor(_LOGIT_SCALE[kind], first_layer=first_layer)
     if kind == "final":
         return _Tensor("lm_head.norm.weight")
     block = "blocks.{}."
@@ -111,7 +145,8 @@ def tensor_map(shape: Shape, residual: Residual) -> dict[str, _Tensor]:
         tensors[path] = _Tensor(f"blocks.{{}}.{name}.weight", *_matrix(path, shape.head_dim))
     for kind, declared in residual.parameters(shape.layers, shape.width).items():
         for name, parameter in declared.items():
-            tensor = _residual_tensor(kind, name, parameter.first_layer, shape.head_dim)
+            own = (kind, name, parameter.first_layer, shape.head_dim, residual)
+            tensor = _residual_tensor(*own)
             tensors[f"residual/{kind}/{name}"] = tensor
     return tensors
 
@@ -133,11 +168,14 @@ def residual_of(config: Mapping[str, Any]) -> Residual:
         return plain[arch](eps=eps)
     if arch == "lns_depth":
         return LNS(eps=eps, constant=True)
+    if arch in ("depth_mup", "completep"):
+        scaled = DepthMuP if arch == "depth_mup" else CompleteP
+        return scaled(eps=eps, base_layers=config["residual_scaling_base_depth"])
     if arch.startswith("attnres"):
         mix = {"eps": eps, "mix_eps": config["attnres_norm_eps"]}
-        if arch == "attnres_full":
-            return FullAttnRes(**mix)
-        return BlockAttnRes(block_size_sublayers=config["attnres_block_size"], **mix)
+        mix |= config.get("experimental") or {}
+        block = config["attnres_block_size"]
+        return FullAttnRes(**mix) if block == 1 else BlockAttnRes(block_size_sublayers=block, **mix)
     streams = {"streams": config["n_streams"], "eps": eps}
     connector = config["hyper_connections"] or {}
     rounds = {"sinkhorn_rounds": connector.get("sinkhorn_iters")}
@@ -191,12 +229,15 @@ def from_depthbench(
         faults += missing
         filled[path] = leaf
         if not missing:
-            parts = [tensor.ours(np.asarray(tensors[name])) for name in names]
             rows = leaf.shape[1:] if "{}" in tensor.name else leaf.shape
+            parts = [
+                tensor.row(np.asarray(tensors[name]), rows, layer)
+                for layer, name in enumerate(names, tensor.first_layer)
+            ]
             faults += [
                 f"{name} has shape {np.shape(tensors[name])}"
                 for name, part in zip(names, parts, strict=True)
-                if part.shape != rows
+                if part is None
             ]
             if not faults:
                 value = np.stack(parts) if "{}" in tensor.name else parts[0]
@@ -211,7 +252,7 @@ def _left_over(
 ) -> list[str]:
     """State-dict names that no parameter takes. HC's state dicts list the branches twice."""
     known = {name for tensor in wanted.values() for name in tensor.names(layers)}
-    prefixes = ("blocks.", "embeddings.", "lm_head.", "res_")
+    prefixes = ("blocks.", "embeddings.", "lm_head.", "res_", "final_")
     return [
         f"{name} with shape {np.shape(value)} is not part of it"
         for name, value in tensors.items()
@@ -226,6 +267,8 @@ def to_depthbench(model: Transformer) -> dict[str, np.ndarray]:
     for path, leaf in nnx.to_flat_state(nnx.state(model, nnx.Param)):
         tensor, value = wanted["/".join(path)], np.asarray(leaf[...])
         rows = value if "{}" in tensor.name else value[None]
-        for name, row in zip(tensor.names(model.shape.layers), rows, strict=True):
-            tensors[name] = np.ascontiguousarray(tensor.theirs(row))
+        for layer, name in enumerate(tensor.names(model.shape.layers), tensor.first_layer):
+            row = rows[layer - tensor.first_layer]
+            row = row if tensor.entries is None else row[: tensor.entries(layer)]
+            tensors[name] = np.array(tensor.theirs(row), order="C")
     return tensors

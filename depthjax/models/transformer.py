@@ -64,7 +64,7 @@ class Transformer(nnx.Module):
         self.residual = ResidualModule(
             rule, layers=shape.layers, width=shape.width, param_dtype=param_dtype, rngs=rngs
         )
-        for path, scale in rule.init_scales(shape.layers).items():
+        for path, scale in rule.init_scales(shape.layers, shape.width).items():
             branch, name = path.split("/")
             matrix = getattr(getattr(self, branch), name)
             matrix[...] = (matrix[...] * scale).astype(param_dtype)

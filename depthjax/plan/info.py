@@ -43,6 +43,7 @@ def describe(config: Config) -> dict[str, Any]:
         "context": f"{model.context:,} tokens",
         "batch": f"{config.train.batch:,} sequences, {config.train.batch * model.context:,} tokens",
         "steps": f"{config.train.steps:,}, of which {config.warmup_steps:,} warmup",
+        "peak learning rate": f"{config.peak_lr:g}",
         "training tokens": f"{config.tokens:,}",
         "training FLOPs": f"{training_flops_per_token(*cost) * config.tokens:.3e}",
     }

@@ -18,11 +18,12 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from depthjax.kernels import depth_mix, depth_weights
 from depthjax.residuals.base import KINDS, Parameter, Residual, swap_rows
 
-MIXER = ("query", "key_scale")
+MIXER = ("query", "key_scale", "logit_scale", "source_bias")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,26 +32,48 @@ class _AttnRes(Residual):
     """Epsilon of the norm of the very first read, which sees the embedding alone."""
     mix_eps: float = 1e-6
     """Epsilon of the key norms and of the norms that follow a mixture (DepthBench: 1e-5)."""
+    logit_scale: bool = False
+    """Multiply the logits of each reader by exp(s), s learned from 0 (DepthBench, 2.11)."""
+    topk: float | None = None
+    """Mix the largest logits only, this fraction of a reader's sources rounded up (same place)."""
+    bias: bool = False
+    """Add a learned bias from 0 to the logit of each source of a reader (same place)."""
 
     @property
     def block(self) -> int:
         """Sublayers whose outputs are summed into one source."""
         raise NotImplementedError
 
+    def bind(self, layers, kv_shape=None):
+        if self.topk is not None and not 0 < self.topk <= 1:
+            raise ValueError(f"topk is {self.topk}: give a fraction of the sources, above 0 to 1")
+        return self
+
+    def sources(self, s: int) -> int:
+        """How many sources reader s mixes, the open sum included: 1 + ceil(s / b)."""
+        return 1 - (-s // self.block)
+
+    def rows(self, layers: int) -> int:
+        """Sources that are finished in the end, which the history has room for."""
+        return self.sources(2 * layers) - 1
+
     def parameters(self, layers, width):
+        zeros = jax.nn.initializers.zeros
+
         def reader(first_layer: int = 0) -> dict[str, Parameter]:
-            zeros = jax.nn.initializers.zeros
-            return {
-                "norm": Parameter((width,)),
-                "query": Parameter((width,), zeros, first_layer, float32=True),
-                "key_scale": Parameter((width,), first_layer=first_layer, float32=True),
-            }
+            mixer = {"query": (width,)}
+            mixer |= {"logit_scale": ()} if self.logit_scale else {}
+            # By the age of a source; a reader with fewer sources leaves the rest at zero.
+            mixer |= {"source_bias": (self.rows(layers) + 1,)} if self.bias else {}
+            declared = {n: Parameter(s, zeros, first_layer, float32=True) for n, s in mixer.items()}
+            declared["key_scale"] = Parameter((width,), first_layer=first_layer, float32=True)
+            return {"norm": Parameter((width,)), **declared}
 
         # The first attention has one source, the embedding: nothing to mix, so no mixer.
         return {"attention": reader(first_layer=1), "mlp": reader(), "final": reader()}
 
     def begin(self, embedding, layers):
-        rows = -(-2 * layers // self.block)
+        rows = self.rows(layers)
         carry = {"open": embedding, "count": jnp.int32(0), "bypass": jnp.bool_(False)}
         return carry, jnp.zeros((rows, *embedding.shape), embedding.dtype)
 
@@ -61,7 +84,15 @@ class _AttnRes(Residual):
         count = jnp.where(carry["bypass"] & boundary, 0, carry["count"])
         eps = self.mix_eps if s is None else jnp.where(s == 0, self.eps, self.mix_eps)
         shared = {"count": count, "newest": carry["open"], "eps": eps}
-        return (history, params["query"], params["key_scale"]), shared
+        query = params["query"]
+        if self.logit_scale:
+            query = query * jnp.exp(params["logit_scale"])
+        if self.bias:
+            shared["bias"] = params["source_bias"]
+        if self.topk is not None:
+            sources = np.arange(1, history.shape[0] + 2)  # count + 1 of them
+            shared["keep"] = jnp.asarray(np.ceil(self.topk * sources).astype(np.int32))[count]
+        return (history, query, params["key_scale"]), shared
 
     def read(self, params, carry, history, s):
         sources, options = self._sources(params, carry, history, s)
@@ -100,7 +131,7 @@ class _AttnRes(Residual):
         at their right ends (the next attention's, or the final one) are exchanged instead."""
         attention, final = params["attention"], params["final"]
         swapped = {kind: swap_rows(params[kind], i, j) for kind in KINDS}
-        for name in MIXER:
+        for name in final.keys() & set(MIXER):
             rows = jnp.concatenate([attention[name], final[name][None]])
             rows = swap_rows(rows, i + 1, j + 1)
             swapped["attention"][name], final = rows[:-1], {**final, name: rows[-1]}
@@ -108,8 +139,7 @@ class _AttnRes(Residual):
 
     def flops_per_token(self, layers, width):
         """4 D a source, for its logit and its share of the sum; 1 + ceil(s / b) sources at s."""
-        readers = range(1, 2 * layers + 1)
-        return 4 * width * sum(1 + -(-s // self.block) for s in readers)
+        return 4 * width * sum(self.sources(s) for s in range(1, 2 * layers + 1))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -146,6 +176,7 @@ class BlockAttnRes(_AttnRes):
         return self.block_size_sublayers
 
     def bind(self, layers, kv_shape=None):
+        super().bind(layers, kv_shape)
         size = self.block_size_sublayers
         if size is None:
             size = self.of_blocks(8, layers).block_size_sublayers
@@ -163,5 +194,6 @@ class BlockAttnRes(_AttnRes):
 
     @classmethod
     def of_layers(cls, block_size_layers: int, **options) -> "BlockAttnRes":
-        """From a block size in transformer layers, as Kimi K3 and torchtitan count it."""
+        """From a block size in transformer layers, as Kimi K3 (12, with eps and mix_eps 1e-5) and
+        torchtitan count it; as there, the first attention reads the embedding unmixed."""
         return cls(block_size_sublayers=2 * block_size_layers, **options)

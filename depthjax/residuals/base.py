@@ -1,15 +1,18 @@
 """The residual protocol: a residual connection is a few pure moves on a depth state.
 
 A network of L layers has 2L sublayers: s = 2l is the attention (or any mixer) of layer l and
-s = 2l + 1 its MLP. Between two branches there is one place where a residual connection works:
-it *writes* what came back and *reads* what goes next. Its state has two parts:
+s = 2l + 1 its MLP. A *branch* is what a sublayer computes; a residual connection says what the
+branch is given and what becomes of its output. In the plain case both are one stream h:
+h <- h + branch(norm(h)). Others keep several streams, or remember what each sublayer returned and
+let later ones choose. All of them fit one form. They hold a *depth state* of two parts,
 
     carry    a pytree of fixed shape that changes at every sublayer (the residual stream, an open
              sum, several streams, a few counters);
     history  a pytree of append-only buffers [rows, ...]: each row is written once, and a reader
-             touches only rows below its count. Variants without memory have an empty history.
+             touches only rows below its count; a variant without memory has an empty history,
 
-A model is the same five moves for every variant (`s` may be traced, so one scan serves all depths):
+and a model makes the same five moves on it, whatever the variant (`s` may be traced, so that one
+scan serves all depths):
 
     carry, history         = begin(embedding, layers)
     for s in 0 .. 2L-1:
@@ -19,14 +22,24 @@ A model is the same five moves for every variant (`s` may be traced, so one scan
         history                = append(history, appended)
     out                    = finish(params["final"], carry, history) # what the LM head reads
 
+*Begin* makes the state out of the embedding. *Read* computes what the next branch is given: the
+norms of a block belong to its residual connection, since where they stand is what tells many
+variants apart. *Write* takes the branch's output in. *Finish* is the last read, followed by the
+final norm. `ctx` hands depth keys and values to an attention that wants them, and `aux` brings its
+own back; all other branches are given None and return None.
+
 Why the moves look as they do: `read` returns the state because what it computes for the read may
 also be what the write needs; `write` never touches the history, the caller appends, so that a
-backward pass can hold one buffer; `ctx` gives attention extra depth keys and values, and `aux`
-gives them back. The norms of a block belong to its residual connection, since where they stand is
-what tells many variants apart.
+backward pass can hold one buffer.
 
-Probes use two more moves, both with traced indices: `skip` (the state as if a layer had not been
-there) and `swap` (the parameters with two layers exchanged).
+*Probing* asks what a layer does for the rest. `skip` gives the state as if a layer had not been
+there, `swap` the parameters with two layers exchanged, both with traced indices, so that a probe of
+all layers, or of all pairs, compiles once; `observe` tells what a read weighs, `stream` the
+running state whose size is logged.
+
+A new variant is a frozen dataclass that derives from `Residual` (or from a variant that it changes)
+and gives itself a `name`, with which it is registered. Its hyperparameters are the fields, all with
+defaults. README.md has a complete one.
 """
 
 import dataclasses
@@ -36,7 +49,6 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 
 ATTENTION, MLP = 0, 1
 KINDS = ("attention", "mlp")  # the sublayers of one layer, in order
@@ -64,10 +76,37 @@ class Parameter:
 
 
 @dataclasses.dataclass(frozen=True)
+class UpdateScale:
+    """Factors on what the optimizer does to a group of parameters: its learning rate, the epsilon
+    of Adam, and the weight decay (which the learning rate multiplies once more)."""
+
+    rate: float = 1.0
+    eps: float = 1.0
+    decay: float = 1.0
+
+
+REGISTRY: dict[str, type["Residual"]] = {}
+"""Name -> class of every variant that has been defined."""
+
+
+@dataclasses.dataclass(frozen=True)
 class Residual:
-    """Base of all variants: a frozen set of hyperparameters and the pure moves of the protocol."""
+    """Base of all variants: a frozen set of hyperparameters and the pure moves of the protocol.
+
+    A subclass with a `name` of its own is registered under it; ValueError where it is taken.
+    """
 
     name: ClassVar[str]
+    peak_lr: ClassVar[float] = 2e-3
+    """Peak learning rate that suits the variant (DepthBench, 400M models, AdamW)."""
+
+    def __init_subclass__(cls, **options: Any):
+        super().__init_subclass__(**options)
+        if "name" in cls.__dict__:
+            known = REGISTRY.setdefault(cls.name, cls)
+            if (known.__module__, known.__qualname__) != (cls.__module__, cls.__qualname__):
+                raise ValueError(f"{cls.name!r} names {known.__qualname__} already: take another")
+            REGISTRY[cls.name] = cls
 
     def bind(self, layers: int, kv_shape: tuple[int, int] | None = None) -> "Residual":
         """This variant for a stack of `layers` layers whose attention, if it has any, has keys of
@@ -86,8 +125,13 @@ class Residual:
         [L, ...]}}. Swapping layers exchanges their rows too."""
         return {}
 
-    def init_scales(self, layers: int) -> Mapping[str, float]:
+    def init_scales(self, layers: int, width: int) -> Mapping[str, float]:
         """Factors on the init of the branches' matrices, by path ("attention/out", "mlp/down")."""
+        return {}
+
+    def update_scales(self, layers: int, width: int) -> Mapping[str, UpdateScale]:
+        """What the optimizer does differently, by pattern of parameter path ("attention/*",
+        "residual/mlp/norm", "head"); the first pattern that matches counts."""
         return {}
 
     def begin(self, embedding: jax.Array, layers: int) -> State:
@@ -143,88 +187,3 @@ def append(history, appended: Appended):
 def swap_rows(tree, i, j):
     """Exchanges rows i and j of every leaf [L, ...]; the indices may be traced."""
     return jax.tree.map(lambda leaf: leaf.at[i].set(leaf[j]).at[j].set(leaf[i]), tree)
-
-
-class ResidualModule(nnx.Module):
-    """The parameters of a variant for a whole stack, and its moves for a Python loop over depth.
-
-        self.residual = ResidualModule(BlockAttnRes(), layers=12, width=512, rngs=rngs)
-        ...
-        state = self.residual.begin(x)
-        for s, branch in enumerate(branches):              # 2 * layers of them
-            x, _, state = self.residual.read(state, s)
-            state = self.residual.write(state, branch(x), s)
-        x = self.residual.finish(state)
-
-    rule: the variant (bound to `layers` here); width: D. dtype: of the activations it returns
-    (None: that of the embedding). param_dtype: of parameters that a variant does not pin to fp32.
-    metadata: passed on to every nnx.Param (for instance an `out_sharding` on a mesh).
-    Raises ValueError where the rule does not fit the number of layers.
-    """
-
-    def __init__(
-        self,
-        rule: Residual,
-        *,
-        layers: int,
-        width: int,
-        dtype: Any = None,
-        param_dtype: Any = jnp.float32,
-        metadata: Mapping[str, Any] | None = None,
-        rngs: nnx.Rngs,
-    ):
-        self.rule = rule.bind(layers)
-        self.layers, self.width = layers, width
-        self.dtype = dtype
-
-        def make(parameter: Parameter, rows: tuple[int, ...]) -> nnx.Param:
-            kind = jnp.float32 if parameter.float32 else param_dtype
-            value = parameter.init(rngs.params(), (*rows, *parameter.shape), kind)
-            return nnx.Param(value, decay=parameter.decay, **(metadata or {}))
-
-        declared = self.rule.parameters(layers, width)
-        for kind in KINDS:
-            rows = {n: layers - p.first_layer - p.missing_last for n, p in declared[kind].items()}
-            made = {name: make(p, (rows[name],)) for name, p in declared[kind].items()}
-            setattr(self, kind, nnx.Dict(made))
-        self.final = nnx.Dict({name: make(p, ()) for name, p in declared["final"].items()})
-
-    def layered(self) -> dict[str, dict[str, jax.Array]]:
-        """The parameters and constants as plain arrays, those of a kind all [L, ...]: rows that a
-        layer lacks are zeros here, exist nowhere else, and get no gradient."""
-        declared = self.rule.parameters(self.layers, self.width)
-
-        def pad(value: jax.Array, p: Parameter) -> jax.Array:
-            return jnp.pad(value, [(p.first_layer, p.missing_last)] + [(0, 0)] * (value.ndim - 1))
-
-        tree = {
-            kind: {n: pad(p[...], declared[kind][n]) for n, p in getattr(self, kind).items()}
-            for kind in KINDS
-        }
-        for kind, constants in self.rule.constants(self.layers).items():
-            tree[kind] |= {name: jnp.asarray(value) for name, value in constants.items()}
-        return {**tree, "final": {name: p[...] for name, p in self.final.items()}}
-
-    def _row(self, s: int) -> dict[str, jax.Array]:
-        if not 0 <= s < 2 * self.layers:
-            raise IndexError(f"sublayer {s} of a stack of {2 * self.layers} sublayers")
-        return {k: v[s // 2] for k, v in self.layered()[KINDS[s % 2]].items()}
-
-    def begin(self, embedding: jax.Array) -> State:
-        """The state before sublayer 0, from the embedding [..., D]."""
-        return self.rule.begin(embedding.astype(self.dtype or embedding.dtype), self.layers)
-
-    def read(self, state: State, s: int):
-        """(x, ctx, state): the input [..., D] of sublayer s, and depth context for attention."""
-        x, ctx, carry, history = self.rule.read(self._row(s), *state, s)
-        return x, ctx, (carry, history)
-
-    def write(self, state: State, y: jax.Array, s: int, aux=None) -> State:
-        """The state after sublayer s returned y [..., D]."""
-        carry, history = state
-        carry, appended = self.rule.write(self._row(s), carry, y, aux, s)
-        return carry, append(history, appended)
-
-    def finish(self, state: State) -> jax.Array:
-        """The final read and norm: [..., D]."""
-        return self.rule.finish(self.layered()["final"], *state)

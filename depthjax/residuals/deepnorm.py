@@ -17,6 +17,7 @@ class DeepNorm(PostLN):
     """
 
     name = "deepnorm"
+    peak_lr = 1e-3
     alpha: float | None = None
     """Factor of the stream. None: (2 L)^(1/4)."""
 
@@ -24,7 +25,7 @@ class DeepNorm(PostLN):
         alpha = (2 * layers) ** 0.25 if self.alpha is None else self.alpha
         return dataclasses.replace(self, alpha=alpha)
 
-    def init_scales(self, layers):
+    def init_scales(self, layers, width):
         beta = (8 * layers) ** -0.25
         attention = {f"attention/{name}": beta for name in ("value", "out")}
         return {**attention, **{f"mlp/{name}": beta for name in ("gate", "up", "down")}}

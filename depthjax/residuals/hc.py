@@ -23,6 +23,12 @@ class StreamResidual(Residual):
     eps: float = 1e-6
     """Epsilon of the norms in front of the branches and of the final one."""
 
+    def bind(self, layers, kv_shape=None):
+        for name in ("streams", "sinkhorn_rounds"):
+            if getattr(self, name, 1) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}: give at least 1")
+        return self
+
     def connection(self, kind: int, width: int) -> dict[str, Parameter]:
         """Declares the parameters of the connectors of one kind."""
         raise NotImplementedError
@@ -45,7 +51,7 @@ class StreamResidual(Residual):
             "final": norm,
         }
 
-    def init_scales(self, layers):
+    def init_scales(self, layers, width):
         return dict.fromkeys(("attention/out", "mlp/down"), self.streams**-0.5)
 
     def begin(self, embedding, layers):

@@ -18,6 +18,7 @@ class LNS(PreLN):
     """
 
     name = "lns"
+    peak_lr = 1e-2
     constant: bool = False
     """Use 1 / sqrt(L) at every layer instead."""
 

@@ -1,6 +1,8 @@
 """Manifold-constrained Hyper-Connections: HC whose transport is doubly stochastic."""
 
 import dataclasses
+import itertools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -42,6 +44,18 @@ def log_sinkhorn(logits: jax.Array, rounds: int) -> jax.Array:
     zeros = jnp.zeros(logits.shape[:-1], logits.dtype)
     (row, column), _ = jax.lax.scan(round_, (zeros, zeros), length=rounds)
     return size * jnp.exp(logits + row[..., :, None] + column[..., None, :])
+
+
+def permutation_mixture(logits: jax.Array, size: int) -> jax.Array:
+    """A doubly stochastic matrix [..., m, m] without iterating: the mixture of all m! permutation
+    matrices with softmax weights (Birkhoff; mHC-lite, arXiv 2601.05732).
+
+    logits: [..., m!], in the order of itertools.permutations, the identity first; size: m.
+    """
+    weights = jax.nn.softmax(logits, axis=-1)
+    permutations = jnp.asarray(list(itertools.permutations(range(size))))
+    matrices = jax.nn.one_hot(permutations, size, dtype=weights.dtype)  # [m!, m, m]
+    return jnp.einsum("...p,pij->...ij", weights, matrices, precision="highest")
 
 
 def near_identity(key, shape, dtype) -> jax.Array:
@@ -115,26 +129,30 @@ class MHC(StreamResidual):
 
 
 @dataclasses.dataclass(frozen=True)
-class MHCNative(StreamResidual):
-    """mHC in the log domain, with one projection a purpose (DepthBench, 2.8).
+class _ProjectedMHC(StreamResidual):
+    """mHC with one projection a purpose. Subclasses say what the transport is made from."""
 
-    As `MHC`, but the norm over all streams has eps 1e-8, the transport comes from `log_sinkhorn`,
-    in which new stream t takes M[s, t] of stream s, and the final read sums. All connectors fp32.
-    """
+    @property
+    def transport_shape(self) -> tuple[int, ...]:
+        """Of the logits of one transport."""
+        raise NotImplementedError
 
-    name = "mhc_native"
-    sinkhorn_rounds: int = 20
-    """Alternations of row and column updates."""
+    def transport_init(self, key, shape, dtype) -> jax.Array:
+        """Initializer of these logits."""
+        raise NotImplementedError
+
+    def transport(self, logits: jax.Array) -> jax.Array:
+        """The transport [..., s, t], from stream s to new stream t."""
+        raise NotImplementedError
 
     def connection(self, kind, width):
         m, normal = self.streams, jax.nn.initializers
 
         def purpose(name: str, shape: tuple[int, ...], bias) -> dict[str, Parameter]:
-            columns = shape[0] if len(shape) == 1 else shape[0] * shape[1]
             return {
                 f"{name}_bias": Parameter(shape, bias, decay="never", float32=True),
                 f"{name}_dynamic_proj": Parameter(
-                    (m * width, columns), normal.zeros, decay="matrix", float32=True
+                    (m * width, math.prod(shape)), normal.zeros, decay="matrix", float32=True
                 ),
                 f"{name}_gate": Parameter((), normal.constant(0.01), float32=True),
             }
@@ -142,7 +160,7 @@ class MHCNative(StreamResidual):
         return {
             **purpose("pre", (m,), selected_stream(kind, m, GAP, -GAP)),
             **purpose("post", (m,), normal.zeros),
-            **purpose("residual", (m, m), near_identity),
+            **purpose("residual", self.transport_shape, self.transport_init),
         }
 
     def weights(self, params, streams):
@@ -156,11 +174,67 @@ class MHCNative(StreamResidual):
             gated = params[f"{name}_gate"] * projected
             return gated.reshape(*gated.shape[:-1], *bias.shape) + bias
 
-        transport = log_sinkhorn(logits("residual"), self.sinkhorn_rounds)
+        transport = self.transport(logits("residual"))
         read, write = jax.nn.sigmoid(logits("pre")), 2 * jax.nn.sigmoid(logits("post"))
         return read, write, jnp.swapaxes(transport, -1, -2)
 
-    flops_per_token = MHC.flops_per_token
+    def flops_per_token(self, layers, width):
+        """As `MHC`, with as many columns for the transport as it has logits."""
+        m = self.streams
+        columns = 2 * m + math.prod(self.transport_shape)
+        return 2 * layers * width * (2 * m * columns + 2 * m * (m + 1) + 2 * m)
+
+
+@dataclasses.dataclass(frozen=True)
+class MHCNative(_ProjectedMHC):
+    """mHC in the log domain, with one projection a purpose (DepthBench, 2.8).
+
+    As `MHC`, but the norm over all streams has eps 1e-8, the transport comes from `log_sinkhorn`,
+    in which new stream t takes M[s, t] of stream s, and the final read sums. All connectors fp32.
+    """
+
+    name = "mhc_native"
+    sinkhorn_rounds: int = 20
+    """Alternations of row and column updates."""
+
+    @property
+    def transport_shape(self):
+        return self.streams, self.streams
+
+    def transport_init(self, key, shape, dtype):
+        return near_identity(key, shape, dtype)
+
+    def transport(self, logits):
+        return log_sinkhorn(logits, self.sinkhorn_rounds)
+
+
+@dataclasses.dataclass(frozen=True)
+class MHCLite(_ProjectedMHC):
+    """mHC-lite: as `MHCNative`, but the transport is a softmax mixture of all m! permutations,
+    exactly doubly stochastic without iterating (arXiv 2601.05732; the baseline of Attention
+    Residuals, section 5).
+
+    Init of its logits: 0 for the identity, -8 for the other permutations. Adds 2 L (m D (m! + 2 m)
+    + m! + 2 m + 3) parameters.
+    """
+
+    name = "mhc_lite"
+
+    def bind(self, layers, kv_shape=None):
+        if self.streams > 5:
+            raise ValueError(f"streams is {self.streams}, with m! permutations: give at most 5")
+        return super().bind(layers, kv_shape)
+
+    @property
+    def transport_shape(self):
+        return (math.factorial(self.streams),)
+
+    def transport_init(self, key, shape, dtype):
+        identity = jnp.arange(shape[-1]) == 0
+        return jnp.broadcast_to(jnp.where(identity, 0.0, -GAP), shape).astype(dtype)
+
+    def transport(self, logits):
+        return permutation_mixture(logits, self.streams)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,5 +1,8 @@
-"""AdamW with warmup and cosine decay (DepthBench, "training recipe")."""
+"""AdamW with warmup and cosine decay (DepthBench, "training recipe"), by groups of parameters."""
 
+import dataclasses
+import fnmatch
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -7,17 +10,18 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 
-from depthjax.config import TrainConfig
+from depthjax.config import Config, TrainConfig
+from depthjax.residuals import UpdateScale
 
 
-def learning_rate(step: jax.Array, train: TrainConfig, warmup: int) -> jax.Array:
+def learning_rate(step: jax.Array, train: TrainConfig, peak: float, warmup: int) -> jax.Array:
     """fp32 rate of the 1-based `step` k, with W = `warmup`, N = train.steps, peak p, end e = p *
     ratio:
 
     k < W: p k / W;  W <= k < N: e + (p - e)(1 + cos(pi (k - W) / (N - W))) / 2;  k >= N: e.
     """
     k = jnp.asarray(step, jnp.float32)
-    peak, end = train.peak_lr, train.peak_lr * train.final_lr_ratio
+    end = peak * train.final_lr_ratio
     progress = jnp.clip((k - warmup) / max(train.steps - warmup, 1), 0.0, 1.0)
     cosine = end + (peak - end) * 0.5 * (1.0 + jnp.cos(jnp.pi * progress))
     return jnp.where(
@@ -25,21 +29,23 @@ def learning_rate(step: jax.Array, train: TrainConfig, warmup: int) -> jax.Array
     )
 
 
-def decay_mask(params: nnx.State, decay_vectors: bool) -> Any:
-    """True at the parameters that are decayed, as their `decay` metadata says (a pure dict)."""
+def update_scales(params: nnx.State, config: Config) -> dict[str, UpdateScale]:
+    """Parameter path ("residual/mlp/norm") -> how its update differs from the recipe's.
 
-    def decayed(variable: nnx.Variable) -> bool:
-        group = variable.get_metadata()["decay"]
-        return group == "matrix" or (decay_vectors and group == "vector")
-
-    flat = {path: decayed(leaf) for path, leaf in nnx.to_flat_state(params)}
-    mask: dict[str, Any] = {}
-    for path, value in flat.items():
-        node = mask
-        for key in path[:-1]:
-            node = node.setdefault(key, {})
-        node[path[-1]] = value
-    return mask
+    The residual connection's factors, by the first of its patterns that matches, with decay 0 for
+    parameters whose `decay` metadata says that they are not decayed.
+    """
+    shape = config.shape
+    patterns = config.residual.update_scales(shape.layers, shape.width)
+    decayed = ("matrix", "vector") if config.train.decay_vectors else ("matrix",)
+    scales = {}
+    for keys, variable in nnx.to_flat_state(params):
+        path = "/".join(keys)
+        matching = (scale for p, scale in patterns.items() if fnmatch.fnmatchcase(path, p))
+        scale = next(matching, UpdateScale())
+        is_decayed = variable.get_metadata()["decay"] in decayed
+        scales[path] = scale if is_decayed else dataclasses.replace(scale, decay=0.0)
+    return scales
 
 
 def clip(gradient: Any, limit: float) -> tuple[Any, jax.Array]:
@@ -49,11 +55,48 @@ def clip(gradient: Any, limit: float) -> tuple[Any, jax.Array]:
     return jax.tree.map(lambda g: (g * scale).astype(g.dtype), gradient), norm
 
 
-def adamw(train: TrainConfig, mask: Any) -> optax.GradientTransformation:
-    """Adam with decoupled weight decay (Loshchilov & Hutter 2019) for gradients that are clipped
-    already; multiply its updates by the negative learning rate. Moments have the dtype of the
-    parameters."""
-    return optax.chain(
-        optax.scale_by_adam(train.beta1, train.beta2, train.adam_eps),
-        optax.add_decayed_weights(train.weight_decay, mask),
+def scaled_adamw(
+    scales: Mapping[str, UpdateScale],
+    *,
+    beta1: float = 0.9,
+    beta2: float = 0.95,
+    eps: float = 1e-8,
+    weight_decay: float = 0.1,
+) -> optax.GradientTransformation:
+    """AdamW (Loshchilov & Hutter 2019) in which each parameter p has factors of its own:
+
+        rate * (m^ / (sqrt(v^) + eps * scale.eps) + weight_decay * scale.decay * p)
+
+    with `rate` the parameter's scale.rate. Multiply the updates by the negative learning rate;
+    gradients are expected to be clipped already. scales: by path ("mlp/up") in the nested dict of
+    parameters. Moments have the dtype of the parameters.
+    """
+    # Epsilon k eps on g is epsilon eps on g / k: one Adam serves all groups.
+    divide = _at_each(scales, lambda scale, g, p: g / scale.eps)
+    decay = _at_each(scales, lambda scale, u, p: scale.rate * (u + weight_decay * scale.decay * p))
+    return optax.chain(divide, optax.scale_by_adam(beta1, beta2, eps), decay)
+
+
+def _at_each(scales: Mapping[str, UpdateScale], function) -> optax.GradientTransformation:
+    """updates -> function(scale, update, parameter), each in the dtype of the update."""
+
+    def update(updates: Any, params: Any) -> Any:
+        def at(path, u, p):
+            scale = scales["/".join(key.key for key in path)]
+            return function(scale, u, p).astype(u.dtype)
+
+        return jax.tree_util.tree_map_with_path(at, updates, params)
+
+    return optax.stateless(update)
+
+
+def adamw(params: nnx.State, config: Config) -> optax.GradientTransformation:
+    """The optimizer of a config for the parameters of its model."""
+    train = config.train
+    return scaled_adamw(
+        update_scales(params, config),
+        beta1=train.beta1,
+        beta2=train.beta2,
+        eps=train.adam_eps,
+        weight_decay=train.weight_decay,
     )

@@ -1,25 +1,31 @@
 """The run directory: its lock, its origin, and what may not change in it."""
 
+import contextlib
 import dataclasses
 import errno
 import importlib.metadata
+import inspect
 import json
 import os
 import pathlib
 import platform
 import subprocess
+import sys
 import time
 from typing import Any
 
-from depthjax.config import Config, flatten, from_dict, to_dict
+from depthjax.config import Config, flatten, from_dict, import_file, to_dict
 from depthjax.data.files import write_atomically
 from depthjax.errors import InputError
+from depthjax.residuals import REGISTRY
 
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy", "tokenizers")
 
 # What a checkpoint cannot be loaded into, or where the order of the data would silently change.
 _FIXED = ("model.", "data.tokenizer", "data.seed", "train.batch", "train.beta")
 _FREE = ("model.remat", "model.dtype", "model.init_std", "model.init_seed")
+
+_OWN_VARIANT = "residual.py"  # the source of a residual connection from outside of depthjax
 
 
 class RunDirectory:
@@ -65,8 +71,14 @@ class RunDirectory:
         self._lock.close()
 
     def write_origin(self, config: Config) -> None:
-        """Saves the resolved config, and beside it versions, commit and machine."""
+        """Saves the resolved config, and beside it versions and commit, and the source of a
+        residual connection that is defined outside of depthjax."""
         self._write("config.json", to_dict(config))
+        variant = type(config.model.residual)
+        if not variant.__module__.startswith("depthjax."):
+            with contextlib.suppress(OSError, TypeError):  # defined in a session, without a file
+                source = inspect.getsource(sys.modules[variant.__module__])
+                write_atomically(self.path / _OWN_VARIANT, source.encode())
         environment = {
             "packages": {name: importlib.metadata.version(name) for name in PACKAGES},
             "python": platform.python_version(),
@@ -88,8 +100,14 @@ def saved_config(path: str) -> Config:
     """The config that a run was made with, its directory as it is now; InputError for no run."""
     file = pathlib.Path(path) / "config.json"
     try:
-        config = from_dict(json.loads(file.read_text()))
-    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        values = json.loads(file.read_text())
+        own = file.with_name(_OWN_VARIANT)
+        if values["model"]["residual"]["name"] not in REGISTRY and own.exists():
+            import_file(own)
+        config = from_dict(values)
+    except InputError:
+        raise
+    except Exception as error:  # damaged JSON, or whatever the variant's own file raises
         raise InputError(f"{path} is no run directory: {file} cannot be read ({error})") from error
     return dataclasses.replace(config, run=dataclasses.replace(config.run, dir=path))
 

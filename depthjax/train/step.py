@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 from depthjax.config import Config, build_model
 from depthjax.models import Transformer
 from depthjax.train.loss import next_token_losses, summed_loss
-from depthjax.train.optimizer import adamw, clip, decay_mask, learning_rate
+from depthjax.train.optimizer import adamw, clip, learning_rate
 
 
 class TrainState(NamedTuple):
@@ -46,8 +46,7 @@ class Program:
         self.config, self.mesh = config, mesh
         self._build = functools.partial(build_model, config, vocab)
         self._graph, self._shapes = nnx.split(nnx.eval_shape(self._build), nnx.Param)
-        mask = decay_mask(self._shapes, config.train.decay_vectors)
-        self._optimizer = adamw(config.train, mask)
+        self._optimizer = adamw(self._shapes, config)
         self.replicated = NamedSharding(mesh, P())
         self.by_row = NamedSharding(mesh, P("data"))
         self._by_micro_row = NamedSharding(mesh, P(None, "data"))
@@ -113,7 +112,7 @@ class Program:
         train = self.config.train
         (loss, squares), (gradient, readings) = self._gradients(state.params, batch)
         gradient, norm = clip(gradient, train.clip_norm)
-        rate = learning_rate(state.step + 1, train, self.config.warmup_steps)
+        rate = learning_rate(state.step + 1, train, self.config.peak_lr, self.config.warmup_steps)
         trusted = jnp.isfinite(loss) & (norm <= train.guard_norm)  # a NaN norm is not <= either
 
         updates, opt = self._optimizer.update(gradient, state.opt, state.params)

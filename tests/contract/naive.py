@@ -4,6 +4,9 @@ Each function takes (rule, layered parameters, branches, embedding [..., D]) and
 head reads. `branches[s]` maps the input of sublayer s to its output; its `layer` is the module.
 """
 
+import itertools
+import math
+
 import jax.numpy as jnp
 
 from depthjax.layers.rope import rope
@@ -27,6 +30,19 @@ def post_ln(rule, params, branches, x):
     for s, branch in enumerate(branches):
         x = norm(x + branch(x), row(params, s)["norm"], rule.eps)
     return norm(x, params["final"]["norm"], rule.eps)
+
+
+def scaled_pre_ln(exponent):
+    """DepthBench, 2.11."""
+
+    def run(rule, params, branches, x):
+        scale = (len(branches) / 2 / rule.base_layers) ** -exponent
+        for s, branch in enumerate(branches):
+            x = x + scale * branch(norm(x, row(params, s)["norm"], rule.eps))
+        width = x.shape[-1]
+        return norm(x, params["final"]["norm"], rule.eps) * (rule.base_width or width) / width
+
+    return run
 
 
 def sandwich_ln(rule, params, branches, x):
@@ -120,15 +136,30 @@ def mhc_weights(rule, p, streams):
     return read, write, balance(matrix, rule.sinkhorn_rounds - 1, delta)
 
 
-def mhc_native_weights(rule, p, streams):
+def projected(transport):
     """DepthBench, 2.8; M[s, t] carries stream s to new stream t."""
-    m = rule.streams
-    z = norm(jnp.concatenate(streams, axis=-1), 1.0, 1e-8)
-    read = sigmoid(p["pre_gate"] * (z @ p["pre_dynamic_proj"]) + p["pre_bias"])
-    write = 2 * sigmoid(p["post_gate"] * (z @ p["post_dynamic_proj"]) + p["post_bias"])
-    logits = p["residual_gate"] * (z @ p["residual_dynamic_proj"])
-    logits = logits.reshape(*logits.shape[:-1], m, m) + p["residual_bias"]
-    return read, write, jnp.swapaxes(balance(jnp.exp(logits), rule.sinkhorn_rounds), -1, -2)
+
+    def weights(rule, p, streams):
+        z = norm(jnp.concatenate(streams, axis=-1), 1.0, 1e-8)
+        read = sigmoid(p["pre_gate"] * (z @ p["pre_dynamic_proj"]) + p["pre_bias"])
+        write = 2 * sigmoid(p["post_gate"] * (z @ p["post_dynamic_proj"]) + p["post_bias"])
+        logits = p["residual_gate"] * (z @ p["residual_dynamic_proj"])
+        logits = logits.reshape(*logits.shape[:-1], *p["residual_bias"].shape)
+        matrix = transport(rule, jnp.exp(logits + p["residual_bias"]))
+        return read, write, jnp.swapaxes(matrix, -1, -2)
+
+    return weights
+
+
+def balanced(rule, matrix):
+    return balance(matrix, rule.sinkhorn_rounds)
+
+
+def mixed_permutations(rule, weights):
+    """mHC-lite: the convex combination of all permutation matrices."""
+    total, m = weights.sum(-1, keepdims=True), rule.streams
+    matrices = [jnp.eye(m)[:, list(p)].T for p in itertools.permutations(range(m))]
+    return sum((weights / total)[..., i, None, None] * p for i, p in enumerate(matrices))
 
 
 def mhc_static_weights(rule, p, streams):
@@ -145,7 +176,14 @@ def attnres(rule, params, branches, x):
         sources = finished + ([] if partial is None else [partial])
         keys = [norm(v, p["key_scale"], rule.mix_eps) for v in sources]
         scores = jnp.stack([jnp.sum(k * p["query"], axis=-1) for k in keys])
-        weights = jnp.exp(scores) / jnp.sum(jnp.exp(scores), axis=0)
+        scores = scores * jnp.exp(p.get("logit_scale", 0.0))
+        if rule.bias:
+            scores = scores + p["source_bias"][: len(sources), None, None]
+        weights = jnp.exp(scores)
+        if rule.topk is not None:
+            least = jnp.sort(scores, axis=0)[-math.ceil(rule.topk * len(sources))]
+            weights = weights * (scores >= least)
+        weights = weights / jnp.sum(weights, axis=0)
         mixture = sum(w[..., None] * v for w, v in zip(weights, sources, strict=True))
         return norm(mixture, p["norm"], rule.mix_eps)
 
@@ -209,6 +247,8 @@ def mean(streams, m):
 
 NAIVE = {
     "pre_ln": pre_ln,
+    "depth_mup": scaled_pre_ln(0.5),
+    "completep": scaled_pre_ln(1.0),
     "post_ln": post_ln,
     "sandwich_ln": sandwich_ln,
     "lns": lns,
@@ -216,7 +256,8 @@ NAIVE = {
     "keel": keel,
     "hc": hyper(hc_weights, total),
     "mhc": hyper(mhc_weights, mean),
-    "mhc_native": hyper(mhc_native_weights, total),
+    "mhc_native": hyper(projected(balanced), total),
+    "mhc_lite": hyper(projected(mixed_permutations), total),
     "mhc_static": hyper(mhc_static_weights, total),
     "moda": moda,
     "post_ln_moda": moda,

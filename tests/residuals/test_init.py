@@ -49,7 +49,7 @@ def test_streams_start_near_one_plain_stream(residual):
     model = build(residual)
     streams = jax.random.normal(jax.random.key(0), (5, 4, SHAPE.width))
     for s in range(2 * SHAPE.layers):
-        read, write, transport = residual.weights(model.residual._row(s), streams)
+        read, write, transport = residual.weights(model.residual.sublayer_params(s), streams)
         atol = 1e-6 if residual.name == "hc" else 1.1e-3
         np.testing.assert_allclose(read, np.tile(np.eye(4)[s % 4], (5, 1)), atol=atol)
         expected = 0.25 if residual.name == "mhc_static" else 1.0

@@ -1,0 +1,168 @@
+"""A residual connection for a Python loop over depth: as pure functions, and as an NNX module."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from depthjax.residuals.base import KINDS, Parameter, Residual, State, append
+
+Params = Mapping[str, Mapping[str, jax.Array]]
+
+
+def init_params(
+    rule: Residual, key: jax.Array, *, layers: int, width: int, param_dtype: Any = jnp.float32
+) -> dict[str, dict[str, jax.Array]]:
+    """The initial parameters of a variant bound to `layers`: {"attention": {name: [rows, ...]},
+    "mlp": ..., "final": {name: [...]}}, a row for each layer that has the parameter.
+
+    param_dtype: of those that the variant does not keep in fp32.
+    """
+
+    def make(parameter: Parameter, rows: tuple[int, ...], key: jax.Array) -> jax.Array:
+        dtype = jnp.float32 if parameter.float32 else param_dtype
+        return parameter.init(key, (*rows, *parameter.shape), dtype)
+
+    declared = rule.parameters(layers, width)
+    rows = {
+        (kind, name): () if kind == "final" else (layers - p.first_layer - p.missing_last,)
+        for kind in (*KINDS, "final")
+        for name, p in declared[kind].items()
+    }
+    params: dict[str, dict[str, jax.Array]] = {kind: {} for kind in (*KINDS, "final")}
+    for (kind, name), own_key in zip(rows, jax.random.split(key, len(rows)), strict=True):
+        params[kind][name] = make(declared[kind][name], rows[kind, name], own_key)
+    return params
+
+
+def layered(rule: Residual, params: Params, *, layers: int, width: int) -> dict[str, Any]:
+    """Parameters and constants of all layers, those of a kind all [L, ...], as a scan over depth
+    wants them: rows that a layer lacks are zeros here, exist nowhere else, and get no gradient."""
+    declared = rule.parameters(layers, width)
+
+    def pad(value: jax.Array, p: Parameter) -> jax.Array:
+        return jnp.pad(value, [(p.first_layer, p.missing_last)] + [(0, 0)] * (value.ndim - 1))
+
+    tree = {k: {n: pad(v, declared[k][n]) for n, v in params[k].items()} for k in KINDS}
+    for kind, constants in rule.constants(layers).items():
+        tree[kind] |= {name: jnp.asarray(value) for name, value in constants.items()}
+    return {**tree, "final": dict(params["final"])}
+
+
+def sublayer_params(
+    rule: Residual, params: Params, s: int, *, layers: int, width: int
+) -> dict[str, jax.Array]:
+    """What `read` and `write` take at sublayer s; IndexError beyond the stack."""
+    if not 0 <= s < 2 * layers:
+        raise IndexError(f"sublayer {s} of a stack of {2 * layers} sublayers")
+    layer, kind = s // 2, KINDS[s % 2]
+    row = {}
+    for name, p in rule.parameters(layers, width)[kind].items():
+        exists = p.first_layer <= layer < layers - p.missing_last
+        value = params[kind][name]
+        row[name] = value[layer - p.first_layer] if exists else jnp.zeros(p.shape, value.dtype)
+    constants = rule.constants(layers).get(kind, {})
+    return row | {name: jnp.asarray(value[layer]) for name, value in constants.items()}
+
+
+def apply_branches(
+    rule: Residual,
+    params: Params,
+    branches: Sequence[Callable[[jax.Array], jax.Array]],
+    embedding: jax.Array,
+) -> jax.Array:
+    """What the head reads, [..., D], after 2 L `branches` ([..., D] -> [..., D]) one by one.
+
+    rule: bound to L layers; params: as `init_params` gives them; embedding: [..., D]. For branches
+    that neither take depth context nor return any; the module below passes both.
+    """
+    layers, width = len(branches) // 2, embedding.shape[-1]
+    if len(branches) % 2:
+        raise ValueError(f"{len(branches)} branches: give two for each layer")
+    carry, history = rule.begin(embedding, layers)
+    for s, branch in enumerate(branches):
+        row = sublayer_params(rule, params, s, layers=layers, width=width)
+        x, _, carry, history = rule.read(row, carry, history, s)
+        carry, appended = rule.write(row, carry, branch(x), None, s)
+        history = append(history, appended)
+    return rule.finish(params["final"], carry, history)
+
+
+class ResidualModule(nnx.Module):
+    """The parameters of a variant for a whole stack, and its moves for a Python loop over depth.
+
+        self.residual = ResidualModule(BlockAttnRes(), layers=12, width=512, rngs=rngs)
+        ...
+        state = self.residual.begin(x)
+        for s, branch in enumerate(branches):              # 2 * layers of them
+            x, _, state = self.residual.read(state, s)
+            state = self.residual.write(state, branch(x), s)
+        x = self.residual.finish(state)
+
+    rule: the variant (bound to `layers` here); width: D. dtype: of the activations it returns
+    (None: that of the embedding). param_dtype: of parameters that a variant does not pin to fp32.
+    metadata: passed on to every nnx.Param (for instance its sharding), or a function of a
+    parameter's path ("attention/query") and shape that gives it.
+    Raises ValueError where the rule does not fit the number of layers.
+    """
+
+    def __init__(
+        self,
+        rule: Residual,
+        *,
+        layers: int,
+        width: int,
+        dtype: Any = None,
+        param_dtype: Any = jnp.float32,
+        metadata: Mapping[str, Any] | Callable[[str, tuple[int, ...]], Mapping] | None = None,
+        rngs: nnx.Rngs,
+    ):
+        self.rule = rule.bind(layers)
+        self.layers, self.width = layers, width
+        self.dtype = dtype
+        declared = self.rule.parameters(layers, width)
+        values = init_params(
+            self.rule, rngs.params(), layers=layers, width=width, param_dtype=param_dtype
+        )
+
+        def make(kind: str, name: str, value: jax.Array) -> nnx.Param:
+            extra = metadata(f"{kind}/{name}", value.shape) if callable(metadata) else metadata
+            return nnx.Param(value, decay=declared[kind][name].decay, **(extra or {}))
+
+        for kind in (*KINDS, "final"):
+            made = {name: make(kind, name, value) for name, value in values[kind].items()}
+            setattr(self, kind, nnx.Dict(made))
+
+    def params(self) -> dict[str, dict[str, jax.Array]]:
+        """The parameters as plain arrays, as the functions above take them."""
+        kinds = (*KINDS, "final")
+        return {k: {name: p[...] for name, p in getattr(self, k).items()} for k in kinds}
+
+    def layered(self) -> dict[str, Any]:
+        """The same with all rows, and the constants: see the function `layered`."""
+        return layered(self.rule, self.params(), layers=self.layers, width=self.width)
+
+    def sublayer_params(self, s: int) -> dict[str, jax.Array]:
+        """What the variant's own `read` and `write` take at sublayer s."""
+        return sublayer_params(self.rule, self.params(), s, layers=self.layers, width=self.width)
+
+    def begin(self, embedding: jax.Array) -> State:
+        """The state before sublayer 0, from the embedding [..., D]."""
+        return self.rule.begin(embedding.astype(self.dtype or embedding.dtype), self.layers)
+
+    def read(self, state: State, s: int) -> tuple[jax.Array, Any, State]:
+        """(x, ctx, state): the input [..., D] of sublayer s, and depth context for attention."""
+        x, ctx, carry, history = self.rule.read(self.sublayer_params(s), *state, s)
+        return x, ctx, (carry, history)
+
+    def write(self, state: State, y: jax.Array, s: int, aux: Any = None) -> State:
+        """The state after sublayer s returned y [..., D]."""
+        carry, history = state
+        carry, appended = self.rule.write(self.sublayer_params(s), carry, y, aux, s)
+        return carry, append(history, appended)
+
+    def finish(self, state: State) -> jax.Array:
+        """The final read and norm: [..., D]."""
+        return self.rule.finish(self.params()["final"], *state)
