@@ -296,7 +296,7 @@ def _is_of(value: Any, hint: Any) -> bool:
 def residual_named(name: str) -> Residual:
     """The variant called `name` with its defaults; InputError with the nearest names otherwise."""
     if name not in REGISTRY:
-        raise InputError(f"model.residual is {name!r}: choose from {', '.join(REGISTRY)}")
+        raise InputError(f"model.residual is {name!r}: choose from {', '.join(sorted(REGISTRY))}")
     return REGISTRY[name]()
 
 

@@ -64,7 +64,7 @@ def print_shapes() -> None:
         sizes = (s.layers, s.width, s.heads, s.kv_heads, s.mlp_width)
         table.add_row(name, *map(str, sizes), f"{s.branch_parameters() / 1e6:.1f}M")
     connections = Table("model.residual", "what it does")
-    for name, variant in REGISTRY.items():
+    for name, variant in sorted(REGISTRY.items()):
         connections.add_row(name, (variant.__doc__ or "").partition("\n")[0])
     console = Console()
     console.print(table)
