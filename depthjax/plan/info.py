@@ -1,6 +1,7 @@
 """What a config stands for, before anything is compiled: sizes, parameters, FLOPs, tokens."""
 
 import math
+import re
 from typing import Any
 
 import jax
@@ -57,6 +58,13 @@ def print_config(config: Config) -> None:
     Console().print(table)
 
 
+def _summary(doc: str) -> str:
+    """The first sentence of a docstring, without its citations."""
+    text = " ".join(doc.partition("\n\n")[0].split())
+    text = re.sub(r" \([^()]*(\d{4}|DepthBench)[^()]*\)", "", text)
+    return re.split(r"\. |\.$", text)[0]
+
+
 def print_shapes() -> None:
     """Prints the known shapes and residual connections."""
     table = Table("model.shape", "layers", "width", "heads", "kv heads", "MLP width", "branches")
@@ -65,7 +73,7 @@ def print_shapes() -> None:
         table.add_row(name, *map(str, sizes), f"{s.branch_parameters() / 1e6:.1f}M")
     connections = Table("model.residual", "what it does")
     for name, variant in sorted(REGISTRY.items()):
-        connections.add_row(name, (variant.__doc__ or "").partition("\n")[0])
+        connections.add_row(name, _summary(variant.__doc__ or ""))
     console = Console()
     console.print(table)
     console.print(connections)
