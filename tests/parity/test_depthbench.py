@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from flax import nnx
 from safetensors.numpy import load_file
+from weights import checksum, draw
 
 from depthjax.errors import InputError
 from depthjax.interop import from_depthbench, to_depthbench
@@ -18,16 +19,28 @@ from depthjax.train.loss import next_token_losses
 
 pytestmark = pytest.mark.jax_version
 
-FOLDER = pathlib.Path(__file__).parent
-CASES = sorted(path.stem for path in FOLDER.glob("*.safetensors"))
+FOLDER = pathlib.Path(__file__).parent / "models"
+FIXTURES = sorted(path.stem for path in FOLDER.glob("*.safetensors"))
+# The variants of the authors' side branch, for which no analysis and no depth weights were run.
+EXPERIMENTAL = {"attnres_bias", "attnres_logit_scale", "attnres_topk025"}
+# Fixtures whose residual connection depthjax does not have yet.
+PENDING = {*EXPERIMENTAL, "depth_mup", "completep"}
+CASES = [case for case in FIXTURES if case not in PENDING]
 every_case = pytest.mark.parametrize("case", CASES)
+every_analysed_case = pytest.mark.parametrize("case", [c for c in CASES if c not in EXPERIMENTAL])
+
+
+@functools.cache
+def config_of(case):
+    return json.loads((FOLDER / f"{case}.json").read_text())
 
 
 @functools.cache
 def load(case):
-    """(tensors, config, model) of a fixture."""
+    """(tensors, config, model) of a fixture; its weights are drawn again."""
+    config = config_of(case)
     tensors = load_file(FOLDER / f"{case}.safetensors")
-    config = json.loads((FOLDER / f"{case}.json").read_text())
+    tensors |= draw(config["seed"], config["weights"])
     return tensors, config, from_depthbench(tensors, config)
 
 
@@ -37,10 +50,35 @@ def mean_loss(model, ids, **options):
 
 def test_all_fixtures_are_here():
     norms = {"preln", "preln_gqa", "postln", "sandwich", "lns", "lns_depth", "deepnorm", "keel"}
+    scaled = {"depth_mup", "completep"}
     streams = {"hc", "mhc_liger", "mhc_native", "mhc_static"}
     blocks = {"attnres_block_b3", "attnres_block_b4", "attnres_block_b5_uneven"}
     moda = {"moda_pre", "moda_pre_gqa", "moda_post"}
-    assert set(CASES) == {"attnres_full", *norms, *streams, *blocks, *moda}
+    families = (norms, scaled, streams, {"attnres_full"}, blocks, EXPERIMENTAL, moda)
+    assert set(FIXTURES) == set.union(*families)
+    assert len(FIXTURES) == 24
+
+
+@pytest.mark.parametrize("case", FIXTURES)
+def test_weights_are_drawn_bit_for_bit(case):
+    config = config_of(case)
+    weights = draw(config["seed"], config["weights"])
+    assert sum(value.size for value in weights.values()) == config["n_params"]
+    assert checksum(weights) == config["weights_sha256"]
+
+
+@pytest.mark.parametrize("case", FIXTURES)
+def test_each_family_has_its_numbers(case):
+    """No test below passes because a number to compare with is absent."""
+    kinds = {name.partition(".")[0] for name in load_file(FOLDER / f"{case}.safetensors")}
+    expected = {"input_ids", "logits", "loss", "hidden", "grad"}
+    if case not in EXPERIMENTAL:
+        expected |= {"analysis"}
+    if config_of(case)["family"] == "hyper-connections":
+        expected |= {"hc", "rederived"}
+    if config_of(case)["family"] == "attnres" and case not in EXPERIMENTAL:
+        expected |= {"attnres", "rederived"}
+    assert kinds == expected
 
 
 @every_case
@@ -104,7 +142,8 @@ def test_depth_states_and_weights(case):
         ours = jnp.swapaxes(ours, -1, -2) if part == "transport" else ours
         np.testing.assert_allclose(ours, tensors[name], rtol=0, atol=1e-5, err_msg=name)
     mixtures = sorted(name for name in tensors if name.startswith("attnres.weights."))
-    assert bool(mixtures) == case.startswith("attnres") == ("weights" in seen)
+    assert case.startswith("attnres") == ("weights" in seen)
+    assert bool(mixtures) == (case.startswith("attnres") and case not in EXPERIMENTAL)
     for name in mixtures:  # the k-th mixture is reader k + 1: the first read mixes nothing
         reader, reference = int(name.rpartition(".")[2]) + 1, tensors[name]
         weights = [*seen["weights"], last["weights"]][reader]
@@ -114,7 +153,7 @@ def test_depth_states_and_weights(case):
         assert not np.any(weights[finished:-1])
 
 
-@every_case
+@every_analysed_case
 def test_skipped_and_swapped_layers(case):
     """DepthBench's layer pruning and permutation score."""
     tensors, _, model = load(case)
@@ -134,10 +173,9 @@ def test_skipped_and_swapped_layers(case):
 
 @every_case
 def test_round_trip_is_exact(case):
-    tensors, _, model = load(case)
+    tensors, config, model = load(case)
     written = to_depthbench(model)
-    prefixes = ("blocks.", "embeddings.", "lm_head.", "res_")
-    assert written.keys() == {name for name in tensors if name.startswith(prefixes)}
+    assert written.keys() == config["weights"].keys()
     for name, value in written.items():
         np.testing.assert_array_equal(value, tensors[name], err_msg=name)
 
