@@ -158,7 +158,8 @@ class ResidualModule(nnx.Module):
 
     rule: the variant (bound to `layers` here); width: D. dtype: of the activations it returns
     (None: that of the embedding). param_dtype: of parameters that a variant does not pin to fp32.
-    metadata: passed on to every nnx.Param (for instance an `out_sharding` on a mesh).
+    metadata: passed on to every nnx.Param, for instance an `out_sharding` on a mesh; or a function
+    of a parameter's shape (whose first axis is the layers', except in "final") that returns it.
     Raises ValueError where the rule does not fit the number of layers.
     """
 
@@ -170,7 +171,7 @@ class ResidualModule(nnx.Module):
         width: int,
         dtype: Any = None,
         param_dtype: Any = jnp.float32,
-        metadata: Mapping[str, Any] | None = None,
+        metadata: Mapping[str, Any] | Callable[[tuple[int, ...]], Mapping[str, Any]] | None = None,
         rngs: nnx.Rngs,
     ):
         self.rule = rule.bind(layers)
@@ -179,8 +180,10 @@ class ResidualModule(nnx.Module):
 
         def make(parameter: Parameter, rows: tuple[int, ...]) -> nnx.Param:
             kind = jnp.float32 if parameter.float32 else param_dtype
-            value = parameter.init(rngs.params(), (*rows, *parameter.shape), kind)
-            return nnx.Param(value, decay=parameter.decay, **(metadata or {}))
+            shape = (*rows, *parameter.shape)
+            value = parameter.init(rngs.params(), shape, kind)
+            own = metadata(shape) if callable(metadata) else metadata or {}
+            return nnx.Param(value, decay=parameter.decay, **own)
 
         declared = self.rule.parameters(layers, width)
         for kind in KINDS:
