@@ -103,8 +103,9 @@ class ResidualModule(nnx.Module):
 
     rule: the variant (bound to `layers` here); width: D. dtype: of the activations it returns
     (None: that of the embedding). param_dtype: of parameters that a variant does not pin to fp32.
-    metadata: passed on to every nnx.Param (for instance its sharding), or a function of a
-    parameter's path ("attention/query") and shape that gives it.
+    metadata: passed on to every nnx.Param, for instance an `out_sharding` on a mesh; or a function
+    of a parameter's path ("attention/query") and shape (whose first axis is the layers', except in
+    "final/...") that returns it.
     Raises ValueError where the rule does not fit the number of layers.
     """
 
