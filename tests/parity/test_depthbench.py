@@ -81,7 +81,7 @@ def test_each_family_has_its_numbers(case):
 
 @every_case
 def test_logits_and_loss(case):
-    tensors, config, model = load(case)
+    tensors, _, model = load(case)
     ids = tensors["input_ids"].astype(np.int32)
     logits = jax.jit(model)(ids)
     assert logits.dtype == jnp.float32
