@@ -4,14 +4,17 @@ Their Linear weights are [out, in]; ours are [in, out], with heads as an axis of
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 
+from depthjax.config import Config, ModelConfig
 from depthjax.errors import InputError
+from depthjax.interop.tensors import Format, Tensors, Values, fill, named, read_config
+from depthjax.interop.tensors import Tensor as _Tensor
+from depthjax.interop.tensors import linear as _matrix
 from depthjax.models import Shape, Transformer
 from depthjax.residuals import (
     HC,
@@ -44,38 +47,29 @@ _BRANCHES = {
 _NORMS = {"norm": "{}_norm.weight", "post_norm": "post_{}_norm.weight"}
 _MIXERS = {"query": "res_proj.weight", "key_scale": "res_norm.weight"}
 _MIXER_PREFIX = {"attention": "blocks.{}.attn_", "mlp": "blocks.{}.mlp_", "final": ""}
-
-
-@dataclasses.dataclass(frozen=True)
-class _Tensor:
-    """One of our parameters in their state dict: its name, {} for the layer, and its layout."""
-
-    name: str
-    ours: Callable[[np.ndarray], np.ndarray] = np.asarray
-    theirs: Callable[[np.ndarray], np.ndarray] = np.asarray
-    first_layer: int = 0
-    missing_last: int = 0
-
-    def names(self, layers: int) -> list[str]:
-        """The tensors that make up the parameter, one a layer or one in all."""
-        if "{}" not in self.name:
-            return [self.name]
-        return [self.name.format(i) for i in range(self.first_layer, layers - self.missing_last)]
-
-
-def _matrix(path: str, size: int) -> tuple[Callable, Callable]:
-    """(to ours, to theirs) for a Linear weight; size: that of a head."""
-    if path in ("attention/query", "attention/key", "attention/value"):
-        return (
-            lambda w: w.T.reshape(w.shape[1], -1, size),  # [H E, D] -> [D, H, E]
-            lambda w: w.reshape(w.shape[0], -1).T,
-        )
-    if path == "attention/out":
-        return (
-            lambda w: w.T.reshape(-1, size, w.shape[0]),  # [D, H E] -> [H, E, D]
-            lambda w: w.reshape(-1, w.shape[-1]).T,
-        )
-    return np.transpose, np.transpose
+_ARCHES = {
+    PreLN: "preln",
+    PostLN: "postln",
+    SandwichLN: "sandwich",
+    LNS: "lns",
+    DeepNorm: "deepnorm",
+    Keel: "keel",
+    MoDA: "moda_pre",
+    PostLNMoDA: "moda_post",
+    HC: "hc",
+    MHC: "mhc_liger",
+    MHCNative: "mhc_native",
+    MHCStatic: "mhc_static",
+    FullAttnRes: "attnres_full",
+    BlockAttnRes: "attnres_block",
+}
+_ABLATIONS = ("logit_scale", "topk", "bias")
+_CONNECTOR = {
+    "sinkhorn_rounds": "sinkhorn_iters",
+    "sinkhorn_tau": "sinkhorn_tau",
+    "sinkhorn_delta": "liger_sinkhorn_eps",
+    "stream_eps": "liger_rms_eps",
+}
 
 
 def _residual_tensor(kind: str, name: str, first_layer: int, size: int) -> _Tensor:
@@ -156,76 +150,90 @@ def residual_of(config: Mapping[str, Any]) -> Residual:
     raise InputError(f"arch is {arch!r}, which depthjax does not know")
 
 
-def from_depthbench(
-    tensors: Mapping[str, np.ndarray], config: Mapping[str, Any], *, dtype: Any = jnp.float32
-) -> Transformer:
+def _ours(values: Values) -> Config:
+    """Their config as ours."""
+    return Config(
+        model=ModelConfig(
+            shape="custom",
+            layers=values["n_layers"],
+            width=values["d_model"],
+            heads=values["n_heads"],
+            kv_heads=values["n_kv_heads"],
+            mlp_width=values["d_ff"],
+            vocab=values["vocab_size"],
+            rope_theta=values["rope_theta"],
+            residual=residual_of(values),
+        )
+    )
+
+
+def _theirs(config: Config) -> dict[str, Any]:
+    """Our config as theirs: the keys that `from_depthbench` reads."""
+    shape, residual = config.shape, config.residual
+    return {
+        **_arch(residual),
+        "n_layers": shape.layers,
+        "d_model": shape.width,
+        "n_heads": shape.heads,
+        "n_kv_heads": shape.kv_heads,
+        "d_ff": shape.mlp_width,
+        "vocab_size": config.model.vocab,
+        "rope_theta": config.model.rope_theta,
+        "norm_eps": residual.eps,
+    }
+
+
+def _arch(residual: Residual) -> dict[str, Any]:
+    """The part of their config that names the residual connection: `residual_of` backwards."""
+    if type(residual) not in _ARCHES:
+        raise InputError(
+            f"model.residual is {residual.name!r}, which DepthBench has no name for: "
+            "choose another format with --to"
+        )
+    values: dict[str, Any] = {"arch": _ARCHES[type(residual)]}
+    if isinstance(residual, LNS) and residual.constant:
+        values["arch"] = "lns_depth"
+    if isinstance(residual, FullAttnRes | BlockAttnRes):
+        ablations = {name: getattr(residual, name, None) for name in _ABLATIONS}
+        values |= {
+            "attnres_block_size": residual.block,
+            "attnres_norm_eps": residual.mix_eps,
+            "experimental": {name: value for name, value in ablations.items() if value} or None,
+        }
+    if isinstance(residual, HC | MHC | MHCNative | MHCStatic):
+        connector = {
+            theirs: getattr(residual, ours)
+            for ours, theirs in _CONNECTOR.items()
+            if hasattr(residual, ours)
+        }
+        values |= {"n_streams": residual.streams, "hyper_connections": connector}
+    return values
+
+
+def _claims(name: str) -> bool:
+    """Whether a name belongs to a state dict: others, such as gradients in a fixture, are ignored,
+    and so are the branches that HC's state dicts list a second time."""
+    prefixes = ("blocks.", "embeddings.", "lm_head.", "res_")
+    return name.startswith(prefixes) and "_connection.branch." not in name
+
+
+DEPTHBENCH = Format("depthbench", _ours, _theirs, tensor_map, _claims)
+
+
+def from_depthbench(tensors: Tensors, config: Values, *, dtype: Any = jnp.float32) -> Transformer:
     """The authors' checkpoint as a model; `model(input_ids)` returns float32 logits [B, T, V].
 
     tensors: their state-dict names -> arrays; names outside a state dict are ignored. config: arch,
     n_layers, d_model, n_heads, n_kv_heads, d_ff, vocab_size, rope_theta, norm_eps, and what the
-    architecture needs besides. Raises InputError that lists the tensors which are missing, left
-    over or of another shape.
+    architecture needs besides. Raises InputError that names the key which is missing, or lists the
+    tensors which are missing, left over or of another shape.
     """
-    shape = Shape(
-        layers=config["n_layers"],
-        width=config["d_model"],
-        heads=config["n_heads"],
-        kv_heads=config["n_kv_heads"],
-        mlp_width=config["d_ff"],
-    )
-    residual = residual_of(config).bind(shape.layers, (shape.kv_heads, shape.head_dim))
-    theta = float(config["rope_theta"])
-
-    def build() -> Transformer:
-        options = {"rope_theta": theta, "dtype": dtype, "rngs": nnx.Rngs(0)}
-        return Transformer(shape, config["vocab_size"], residual, **options)
-
-    graph, state = nnx.split(nnx.eval_shape(build))
-    wanted = tensor_map(shape, residual)
-    faults = _left_over(tensors, wanted, shape.layers)
-    filled = {}
-    for path, leaf in nnx.to_flat_state(state):
-        tensor = wanted["/".join(path)]
-        names = tensor.names(shape.layers)
-        missing = [f"{name} is missing" for name in names if name not in tensors]
-        faults += missing
-        filled[path] = leaf
-        if not missing:
-            parts = [tensor.ours(np.asarray(tensors[name])) for name in names]
-            rows = leaf.shape[1:] if "{}" in tensor.name else leaf.shape
-            faults += [
-                f"{name} has shape {np.shape(tensors[name])}"
-                for name, part in zip(names, parts, strict=True)
-                if part.shape != rows
-            ]
-            if not faults:
-                value = np.stack(parts) if "{}" in tensor.name else parts[0]
-                filled[path] = leaf.replace(jnp.asarray(value, leaf.dtype))
-    if faults:
-        raise InputError(f"the checkpoint does not fit its config: {'; '.join(faults)}")
-    return nnx.merge(graph, nnx.from_flat_state(filled))
-
-
-def _left_over(
-    tensors: Mapping[str, np.ndarray], wanted: Mapping[str, _Tensor], layers: int
-) -> list[str]:
-    """State-dict names that no parameter takes. HC's state dicts list the branches twice."""
-    known = {name for tensor in wanted.values() for name in tensor.names(layers)}
-    prefixes = ("blocks.", "embeddings.", "lm_head.", "res_")
-    return [
-        f"{name} with shape {np.shape(value)} is not part of it"
-        for name, value in tensors.items()
-        if name.startswith(prefixes) and name not in known and "_connection.branch." not in name
-    ]
+    ours = read_config(DEPTHBENCH, config)
+    model = dataclasses.replace(ours.model, dtype=jnp.dtype(dtype).name)
+    ours = dataclasses.replace(ours, model=model)
+    return fill(ours, tensor_map(ours.shape, ours.residual), tensors, _claims)
 
 
 def to_depthbench(model: Transformer) -> dict[str, np.ndarray]:
     """The parameters under the authors' names and layouts: the inverse of `from_depthbench`."""
-    wanted = tensor_map(model.shape, model.residual.rule)
-    tensors = {}
-    for path, leaf in nnx.to_flat_state(nnx.state(model, nnx.Param)):
-        tensor, value = wanted["/".join(path)], np.asarray(leaf[...])
-        rows = value if "{}" in tensor.name else value[None]
-        for name, row in zip(tensor.names(model.shape.layers), rows, strict=True):
-            tensors[name] = np.ascontiguousarray(tensor.theirs(row))
-    return tensors
+    return named(model, tensor_map(model.shape, model.residual.rule))

@@ -1,0 +1,60 @@
+"""depthjax's own format: a model folder, `config.json` beside `model.safetensors`.
+
+The config is that of a run as JSON, its `model.vocab` filled in; tensors have the paths of our
+parameters ("attention/query"), with rows for the layers stacked as the model holds them.
+"""
+
+import dataclasses
+import json
+import pathlib
+
+from depthjax.config import Config, from_dict, to_dict
+from depthjax.errors import InputError
+from depthjax.interop.files import read_tensors
+from depthjax.interop.tensors import BRANCHES, Format, Tensor, Tensors, Values
+from depthjax.models import Shape
+from depthjax.residuals import Residual
+
+CONFIG_FILE, TENSOR_FILE = "config.json", "model.safetensors"
+
+
+def _tensors(shape: Shape, residual: Residual) -> dict[str, Tensor]:
+    declared = residual.parameters(shape.layers, shape.width)
+    paths = [f"residual/{kind}/{name}" for kind, names in declared.items() for name in names]
+    return {path: Tensor(path) for path in ("embedding", "head", *BRANCHES, *paths)}
+
+
+def _ours(values: Values) -> Config:
+    config = from_dict(values)
+    if config.model.vocab is None:
+        raise KeyError("model.vocab")
+    return config
+
+
+DEPTHJAX = Format("depthjax", _ours, to_dict, _tensors)
+
+
+def is_model_folder(path: str | pathlib.Path) -> bool:
+    """Whether there is a model folder at `path`; a run directory is none."""
+    return (pathlib.Path(path) / TENSOR_FILE).is_file()
+
+
+def read_folder(path: str | pathlib.Path) -> tuple[Config, Tensors]:
+    """Config and tensors of a model folder; InputError where it is none or cannot be read."""
+    file = pathlib.Path(path) / CONFIG_FILE
+    if not is_model_folder(path):
+        raise InputError(
+            f"{path} is no model folder: it has no {TENSOR_FILE} (`depthjax convert` writes one)"
+        )
+    try:
+        config = _ours(json.loads(file.read_text())).check()
+    except InputError:
+        raise
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        raise InputError(f"{path} is no model folder: {file} cannot be read ({error})") from error
+    return config, read_tensors(path)
+
+
+def with_vocab(config: Config, vocab: int) -> Config:
+    """The config with its vocabulary spelt out."""
+    return dataclasses.replace(config, model=dataclasses.replace(config.model, vocab=vocab))
