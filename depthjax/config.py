@@ -105,6 +105,8 @@ class TrainConfig:
     guard_patience: int = 10
     """After so many skipped updates in a row the last checkpoint is restored; if it happens again,
     training stops."""
+    init_from: str | None = None
+    """Model folder whose parameters training starts from (`depthjax convert` writes one)."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -187,7 +189,12 @@ class Config:
         _check_types(self)
         _ = self.shape, self.residual
         model, train, run = self.model, self.train, self.run
-        for name, path in {"run.dir": run.dir, "data.dir": self.data.dir}.items():
+        folders = {
+            "run.dir": run.dir,
+            "data.dir": self.data.dir,
+            "train.init_from": train.init_from,
+        }
+        for name, path in folders.items():
             if path == "":
                 raise InputError(f"{name} is empty: give a directory")
         at_least = {

@@ -27,7 +27,7 @@ MAY_IMPORT = {
     "train": {"interop", "config", "data", "models", "plan", "residuals", "errors"},
     "overrides": {"config", "errors"},
     "cli_data": {"overrides", "data", "errors"},
-    "cli_convert": {"overrides", "interop", "train", "config", "errors"},
+    "cli_convert": {"overrides", "interop", "train", "config", "models", "residuals", "errors"},
     "cli": {"train", "plan", "config", "overrides", "cli_data", "cli_convert", "errors"},
     "__main__": {"cli"},
     "__init__": set(),

@@ -217,7 +217,7 @@ def _claims(name: str) -> bool:
     return name.startswith(prefixes) and "_connection.branch." not in name
 
 
-DEPTHBENCH = Format("depthbench", _ours, _theirs, tensor_map, _claims)
+DEPTHBENCH = Format("depthbench", "arch", _ours, _theirs, tensor_map, _claims)
 
 
 def from_depthbench(tensors: Tensors, config: Values, *, dtype: Any = jnp.float32) -> Transformer:

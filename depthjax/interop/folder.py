@@ -31,7 +31,7 @@ def _ours(values: Values) -> Config:
     return config
 
 
-DEPTHJAX = Format("depthjax", _ours, to_dict, _tensors)
+DEPTHJAX = Format("depthjax", "model", _ours, to_dict, _tensors)
 
 
 def is_model_folder(path: str | pathlib.Path) -> bool:

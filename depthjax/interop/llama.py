@@ -206,9 +206,10 @@ def _kimi_complete(tensors: Tensors) -> dict[str, np.ndarray]:
     return {**tensors, proj: np.zeros_like(some), norm: np.ones_like(scale)}
 
 
-LLAMA = Format("llama", _llama_ours, _llama_theirs, _tensors, arrange=_arrange)
+LLAMA = Format("llama", "model_type", _llama_ours, _llama_theirs, _tensors, arrange=_arrange)
 KIMI_K3 = Format(
     "kimi_k3",
+    _BLOCK,
     _kimi_ours,
     _kimi_theirs,
     _tensors,

@@ -74,11 +74,12 @@ class Format:
 
     ours, theirs: their config as ours and back. `ours` raises KeyError for a key that it needs,
     `theirs` writes down what it can: `export` finds out what got lost. tensors: our parameter path
-    -> their tensor, for every parameter. claims: whether a name that stands for no parameter is one
+    -> their tensor, for every parameter. mark: the key that tells their config. claims: whether a name that stands for no parameter is one
     too many. arrange, complete: last changes to the tensors after reading, before writing.
     """
 
     name: str
+    mark: str
     ours: Callable[[Values], Config]
     theirs: Callable[[Config], dict[str, Any]]
     tensors: Callable[[Shape, Residual], Mapping[str, Tensor]]

@@ -17,8 +17,9 @@ from depthjax.errors import InputError
 
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy", "tokenizers")
 
-# What a checkpoint cannot be loaded into, or where the order of the data would silently change.
-_FIXED = ("model.", "data.tokenizer", "data.seed", "train.batch", "train.beta")
+# What a checkpoint cannot be loaded into, or where the order of the data or the start of the run
+# would silently change.
+_FIXED = ("model.", "data.tokenizer", "data.seed", "train.batch", "train.beta", "train.init_from")
 _FREE = ("model.remat", "model.dtype", "model.init_std", "model.init_seed")
 
 
