@@ -42,8 +42,7 @@ CONFIG is a Python file, such as configs/quickstart.py; any of its fields can be
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Runs one command and exits: 0 done, 2 bad input, 1 training diverged, 130 Ctrl-C."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
-    commands = {"train": _train, "eval": _eval, "info": _info, "data": _data}
-    commands["convert"] = _convert
+    commands = {"train": _train, "eval": _eval, "info": _info, "convert": _convert, "data": _data}
     if arguments[:1] == ["train"]:
         # While importing nothing is at stake, and an exception may be lost in a library's callback.
         signal.signal(signal.SIGTERM, lambda *_: os._exit(0))

@@ -189,11 +189,8 @@ class Config:
         _check_types(self)
         _ = self.shape, self.residual
         model, train, run = self.model, self.train, self.run
-        folders = {
-            "run.dir": run.dir,
-            "data.dir": self.data.dir,
-            "train.init_from": train.init_from,
-        }
+        folders = {"run.dir": run.dir, "data.dir": self.data.dir}
+        folders["train.init_from"] = train.init_from
         for name, path in folders.items():
             if path == "":
                 raise InputError(f"{name} is empty: give a directory")

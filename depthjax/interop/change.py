@@ -36,8 +36,8 @@ def with_residual(
     """
     if type(config.residual) is not PreLN:
         raise InputError(
-            f"model.residual is {config.residual.name!r}: only a {PreLN.name} checkpoint can change "
-            "its residual connection and keep its function"
+            f"model.residual is {config.residual.name!r}: only a {PreLN.name} checkpoint keeps its "
+            "function under another residual connection"
         )
     kept = (FullAttnRes, BlockAttnRes, HC)
     if not isinstance(residual, kept):

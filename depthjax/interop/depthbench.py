@@ -161,7 +161,7 @@ def _ours(values: Values) -> Config:
             kv_heads=values["n_kv_heads"],
             mlp_width=values["d_ff"],
             vocab=values["vocab_size"],
-            rope_theta=values["rope_theta"],
+            rope_theta=float(values["rope_theta"]),
             residual=residual_of(values),
         )
     )

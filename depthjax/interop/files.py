@@ -200,7 +200,7 @@ def _appear(writers: dict[pathlib.Path, Callable[[pathlib.Path], None]]) -> None
     try:
         for path, write in writers.items():
             write(partials[path])
-        for path, partial in partials.items():
+        for partial in partials.values():
             for file in (partial, *partial.rglob("*")):
                 _flush(file)
         for path, partial in partials.items():

@@ -46,7 +46,6 @@ _ONLY = {  # what a Llama may say and depthjax has no other value for
     "attention_bias": False,
     "mlp_bias": False,
     "rope_scaling": None,
-    "quantization_config": None,
 }
 _LONGEST = 2048  # tokens of context that a config is given at most: its default for training
 
@@ -88,7 +87,7 @@ def _shared(values: Values, kind: str, residual: Residual) -> Config:
     if values.get("architectures") not in (None, [wanted]):
         raise InputError(f"architectures is {values['architectures']}: give one of [{wanted!r}]")
     theta = _rope_theta(values)
-    for name, right in _ONLY.items():
+    for name, right in (_ONLY | {"quantization_config": None}).items():
         if name != "rope_scaling" and values.get(name, right) not in (right, None):
             raise InputError(f"{name} is {values[name]!r}: depthjax can only take {right!r}")
     width, heads = values["hidden_size"], values["num_attention_heads"]

@@ -72,10 +72,11 @@ def linear(path: str, size: int) -> tuple[Callable, Callable]:
 class Format:
     """How others write a model: a config (a dict of JSON values) and named tensors.
 
-    ours, theirs: their config as ours and back. `ours` raises KeyError for a key that it needs,
-    `theirs` writes down what it can: `export` finds out what got lost. tensors: our parameter path
-    -> their tensor, for every parameter. mark: the key that tells their config. claims: whether a name that stands for no parameter is one
-    too many. arrange, complete: last changes to the tensors after reading, before writing.
+    mark: the key that tells their config. ours, theirs: their config as ours and back; `ours`
+    raises KeyError for a key that it needs, `theirs` writes down what it can, and `export` finds
+    out what got lost. tensors: our parameter path -> their tensor, for every parameter. claims:
+    whether a name that stands for no parameter is one too many. arrange, complete: last changes to
+    the tensors after reading, and before writing.
     """
 
     name: str

@@ -37,7 +37,7 @@ def data_mesh() -> jax.sharding.Mesh:
 class Program:
     """The functions of one config on one mesh, compiled at first use.
 
-    `init() -> TrainState`, `start(params) -> TrainState` which takes over parameters from elsewhere,
+    `init() -> TrainState`, `start(params) -> TrainState` from parameters of elsewhere,
     `step(state, batch) -> (state, metrics)` which donates the state, and
     `heldout(params, input_ids [B, T], lengths [B]) -> fp32 summed loss`. Parameters and optimizer
     are replicated, batches are divided over `data`.
