@@ -10,6 +10,7 @@ import dataclasses
 import difflib
 import importlib.util
 import inspect
+import json
 import math
 import pathlib
 import sys
@@ -298,8 +299,11 @@ def residual_named(name: str) -> Residual:
 
 
 def load_config(path: str, shape: str | None = None, residual: str | None = None) -> Config:
-    """The config that the Python file at `path` returns, its dials set where given."""
+    """The config that the Python file at `path` returns, or a run or model folder's config.json
+    holds, its dials set where given."""
     file = pathlib.Path(path)
+    if file.suffix == ".json":
+        return with_dials(shape, residual, from_json(file))
     if not file.is_file():
         raise InputError(
             f"config file {path} does not exist: give a Python file such as those in configs/"
@@ -361,6 +365,16 @@ def from_dict(values: Mapping[str, Any], kind: type = Config) -> Any:
     nested = {n: v for n, v in values.items() if dataclasses.is_dataclass(known[n])}
     made = {name: from_dict(value, known[name]) for name, value in nested.items()}
     return kind(**{**values, **made})
+
+
+def from_json(file: pathlib.Path) -> Config:
+    """The config that a JSON file holds; InputError where it holds none."""
+    try:
+        return from_dict(json.loads(file.read_text()))
+    except InputError as error:
+        raise InputError(f"{file} cannot be read: {error}") from error
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        raise InputError(f"{file} cannot be read ({error})") from error
 
 
 def suggest(name: str, known: typing.Iterable[str]) -> str:

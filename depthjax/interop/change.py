@@ -46,18 +46,23 @@ def with_residual(
             f"--to-residual is {residual.name!r}, which would compute another function: choose "
             f"from {names}"
         )
-    residual = dataclasses.replace(residual, eps=config.residual.eps)
+    eps = config.residual.eps
+    config = _changed(config, dataclasses.replace(residual, eps=eps))
     if not isinstance(residual, HC):
-        mix_eps = _fitted_eps(model, residual.bind(config.shape.layers), config.residual.eps)
-        residual = dataclasses.replace(residual, mix_eps=mix_eps)
-    changed = dataclasses.replace(config.model, residual=residual)
-    config = dataclasses.replace(config, model=changed).check()
+        mix_eps = _fitted_eps(model, config.residual, eps)
+        config = _changed(config, dataclasses.replace(config.model.residual, mix_eps=mix_eps))
     fresh = build_model(config, config.model.vocab)
     trained = dict(nnx.to_flat_state(nnx.state(model, nnx.Param)))
     state = nnx.to_flat_state(nnx.state(fresh, nnx.Param))
     copied = {path: trained.get(path, leaf) for path, leaf in state}
     nnx.update(fresh, nnx.from_flat_state(copied))
     return config, fresh
+
+
+def _changed(config: Config, residual: Residual) -> Config:
+    """The config with another residual connection; InputError where that does not fit."""
+    model = dataclasses.replace(config.model, residual=residual)
+    return dataclasses.replace(config, model=model).check()
 
 
 def random_ids(vocab: int) -> np.ndarray:

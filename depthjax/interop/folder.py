@@ -5,13 +5,13 @@ parameters ("attention/query"), with rows for the layers stacked as the model ho
 """
 
 import dataclasses
-import json
 import pathlib
+from typing import Any
 
-from depthjax.config import Config, from_dict, to_dict
+from depthjax.config import Config, RunConfig, from_dict, from_json, to_dict
 from depthjax.errors import InputError
 from depthjax.interop.files import read_tensors
-from depthjax.interop.tensors import BRANCHES, Format, Tensor, Tensors, Values
+from depthjax.interop.tensors import BRANCHES, Format, Tensor, Tensors
 from depthjax.models import Shape
 from depthjax.residuals import Residual
 
@@ -24,14 +24,14 @@ def _tensors(shape: Shape, residual: Residual) -> dict[str, Tensor]:
     return {path: Tensor(path) for path in ("embedding", "head", *BRANCHES, *paths)}
 
 
-def _ours(values: Values) -> Config:
-    config = from_dict(values)
-    if config.model.vocab is None:
-        raise KeyError("model.vocab")
-    return config
+def _theirs(config: Config) -> dict[str, Any]:
+    """Without the places of the run that it came from."""
+    run = dataclasses.replace(config.run, dir=RunConfig().dir)
+    train = dataclasses.replace(config.train, init_from=None)
+    return to_dict(dataclasses.replace(config, run=run, train=train))
 
 
-DEPTHJAX = Format("depthjax", "model", _ours, to_dict, _tensors)
+DEPTHJAX = Format("depthjax", "model", from_dict, _theirs, _tensors)
 
 
 def is_model_folder(path: str | pathlib.Path) -> bool:
@@ -46,12 +46,9 @@ def read_folder(path: str | pathlib.Path) -> tuple[Config, Tensors]:
         raise InputError(
             f"{path} is no model folder: it has no {TENSOR_FILE} (`depthjax convert` writes one)"
         )
-    try:
-        config = _ours(json.loads(file.read_text())).check()
-    except InputError:
-        raise
-    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-        raise InputError(f"{path} is no model folder: {file} cannot be read ({error})") from error
+    config = from_json(file).check()
+    if config.model.vocab is None:
+        raise InputError(f"{file} has no model.vocab, which a model folder needs: add it")
     return config, read_tensors(path)
 
 

@@ -11,7 +11,7 @@ import subprocess
 import time
 from typing import Any
 
-from depthjax.config import Config, flatten, from_dict, to_dict
+from depthjax.config import Config, flatten, from_json, to_dict
 from depthjax.data.files import write_atomically
 from depthjax.errors import InputError
 
@@ -89,9 +89,9 @@ def saved_config(path: str) -> Config:
     """The config that a run was made with, its directory as it is now; InputError for no run."""
     file = pathlib.Path(path) / "config.json"
     try:
-        config = from_dict(json.loads(file.read_text()))
-    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-        raise InputError(f"{path} is no run directory: {file} cannot be read ({error})") from error
+        config = from_json(file)
+    except InputError as error:
+        raise InputError(f"{path} is no run directory: {error}") from error
     return dataclasses.replace(config, run=dataclasses.replace(config.run, dir=path))
 
 
