@@ -30,7 +30,8 @@ usage: depthjax COMMAND ...
   data index DIR                     add an index with checksums to shards made elsewhere
   data verify DIR                    check shards against their index
 
-CONFIG is a Python file, such as configs/quickstart.py; any of its fields can be overridden:
+CONFIG is a Python file, such as configs/quickstart.py, or the config.json of a run or a model
+folder; any of its fields can be overridden:
 
   depthjax train configs/quickstart.py --train.steps 100 --run.dir runs/short
   depthjax info configs/depthbench.py --model.shape 400m-L70 --model.residual NAME
@@ -108,7 +109,9 @@ def _eval(arguments: Sequence[str]) -> int:
     if "--help" in arguments or "-h" in arguments:
         override(with_dials, ["--help"], f"{prog} RUN_DIR")
     if not arguments or arguments[0].startswith("-"):
-        raise InputError(f"{prog} needs a run directory, such as runs/quickstart")
+        raise InputError(
+            f"{prog} needs a run directory, such as runs/quickstart, or a model folder"
+        )
     from rich.console import Console
 
     from depthjax.train.evaluate import evaluate_run

@@ -43,9 +43,11 @@ def _convert(
 ) -> None:
     """Turn a checkpoint into another format, or under another residual connection.
 
-    Formats: depthjax (a run directory or a model folder; a model folder is written), depthbench
-    (.safetensors or .pt with its config as .json beside it, or a folder), llama (a folder of the
-    Hugging Face hub), kimi_k3 (the same with Kimi K3's tensors for the mixing over depth).
+    The formats are:
+    - depthjax: a run directory or a model folder; written is a model folder
+    - depthbench: .safetensors or .pt with the config as .json beside it, or both in a folder
+    - llama: a folder of the Hugging Face hub
+    - kimi_k3: the same with Kimi K3's tensors for mixing over depth
 
     Args:
         source: File or folder to read.

@@ -11,8 +11,8 @@ the least squares of what the inputs of the branches are scaled by. Hyper-Connec
 copies of the plain stream, of which each branch reads one.
 """
 
-import copy
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -73,18 +73,23 @@ def random_ids(vocab: int) -> np.ndarray:
 def largest_difference(one: Transformer, other: Transformer) -> float:
     """The largest difference of log-probabilities on random token ids, computed in fp32."""
 
-    def log_probabilities(model: Transformer) -> jax.Array:
-        return jax.nn.log_softmax(_in_float32(model)(random_ids(one.vocab)))
+    ids = random_ids(one.vocab)
+    apart = [_compute(model, lambda m: jax.nn.log_softmax(m(ids))) for model in (one, other)]
+    return float(jnp.max(jnp.abs(apart[0] - apart[1])))
+
+
+def _compute(model: Transformer, function: Callable[[Transformer], Any]) -> Any:
+    """`function` of the model with its activations in fp32."""
+    graph, state = nnx.split(model)
+
+    @jax.jit
+    def run(state: nnx.State) -> Any:
+        merged = nnx.merge(graph, state)
+        merged.dtype = jnp.float32
+        return function(merged)
 
     with jax.default_matmul_precision("highest"):
-        return float(jnp.max(jnp.abs(log_probabilities(one) - log_probabilities(other))))
-
-
-def _in_float32(model: Transformer) -> Transformer:
-    """The model with its activations in fp32; the parameters are shared."""
-    model = copy.copy(model)
-    model.dtype = jnp.float32
-    return model
+        return run(state)
 
 
 def _fitted_eps(model: Transformer, residual: Any, eps: float) -> float:
@@ -94,10 +99,9 @@ def _fitted_eps(model: Transformer, residual: Any, eps: float) -> float:
         return jnp.mean(jnp.square(rule.stream(carry)), axis=-1)
 
     ids = random_ids(model.vocab)
-    _, (sublayers, last) = _in_float32(model).features(ids, observer=squares)
+    _, (sublayers, last) = _compute(model, lambda m: m.features(ids, observer=squares))
     square = np.concatenate([np.asarray(sublayers), np.asarray(last)[None]]).astype(np.float64)
-    weight = np.mean(1 / (square + eps) ** 2, axis=(1, 2))  # [2 L + 1]
-    sources = 1.0 - (-np.arange(len(weight)) // residual.block)  # of reader s: 1 + ceil(s / b)
-    sources, weight = sources[1:], weight[1:]  # the first read mixes nothing
+    weight = np.mean(1 / (square + eps) ** 2, axis=(1, 2))[1:]  # the first read mixes nothing
+    sources = 1.0 - (-np.arange(1, len(weight) + 1) // residual.block)  # 1 + ceil(s / b)
     fitted = eps * np.sum(sources**2 * weight) / np.sum(sources**4 * weight)
     return float(f"{fitted:.1e}")

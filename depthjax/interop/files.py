@@ -180,7 +180,7 @@ def write_checkpoint(out: str | pathlib.Path, tensors: Tensors, values: dict[str
 
 
 def _save_tensors(path: pathlib.Path, tensors: Tensors, kind: str) -> None:
-    whole = {name: np.ascontiguousarray(value) for name, value in tensors.items()}
+    whole = {name: np.asarray(value, order="C") for name, value in tensors.items()}
     if kind == _SAFE:
         save_file(whole, path, metadata={"format": "pt"})  # which the hub's loaders ask for
         return

@@ -8,10 +8,10 @@ import dataclasses
 import pathlib
 from typing import Any
 
-from depthjax.config import Config, RunConfig, from_dict, from_json, to_dict
+from depthjax.config import Config, RunConfig, from_dict, to_dict
 from depthjax.errors import InputError
-from depthjax.interop.files import read_tensors
-from depthjax.interop.tensors import BRANCHES, Format, Tensor, Tensors
+from depthjax.interop.files import read_json, read_tensors
+from depthjax.interop.tensors import BRANCHES, Format, Tensor, Tensors, read_config
 from depthjax.models import Shape
 from depthjax.residuals import Residual
 
@@ -46,10 +46,10 @@ def read_folder(path: str | pathlib.Path) -> tuple[Config, Tensors]:
         raise InputError(
             f"{path} is no model folder: it has no {TENSOR_FILE} (`depthjax convert` writes one)"
         )
-    config = from_json(file).check()
-    if config.model.vocab is None:
-        raise InputError(f"{file} has no model.vocab, which a model folder needs: add it")
-    return config, read_tensors(path)
+    try:
+        return read_config(DEPTHJAX, read_json(file)), read_tensors(path)
+    except InputError as error:
+        raise InputError(f"{path} is no model folder that can be read: {error}") from error
 
 
 def with_vocab(config: Config, vocab: int) -> Config:

@@ -92,11 +92,18 @@ class Format:
 def read_config(format: Format, values: Values) -> Config:
     """Their config as ours; InputError where a key is missing or its value cannot be right."""
     try:
-        return format.ours(values).check()
+        config = format.ours(values).check()
+        if config.model.vocab is None:
+            raise KeyError("model.vocab")
+    except InputError:
+        raise
     except KeyError as error:
         raise InputError(
             f"the config has no {error.args[0]!r}, which a {format.name} config needs: add it"
         ) from error
+    except (TypeError, ValueError, AttributeError, ArithmeticError) as error:
+        raise InputError(f"the config is no {format.name} config ({error})") from error
+    return config
 
 
 def load(format: Format, tensors: Tensors, values: Values) -> tuple[Config, Transformer]:
@@ -206,5 +213,5 @@ def named(model: Transformer, wanted: Mapping[str, Tensor]) -> dict[str, np.ndar
         tensor, value = wanted["/".join(path)], np.asarray(leaf[...])
         rows = value if tensor.by_layer else value[None]
         for name, row in zip(tensor.names(model.shape.layers), rows, strict=True):
-            tensors[name] = np.ascontiguousarray(tensor.theirs(row))
+            tensors[name] = np.asarray(tensor.theirs(row), order="C")
     return tensors
