@@ -1,4 +1,4 @@
-"""The command line: `depthjax train | eval | data | info`.
+"""The command line: `depthjax train | eval | info | convert | data`.
 
 Everything heavy is imported inside the command that needs it, and bad input ends every command in
 one way: one sentence on stderr, exit status 2.
@@ -20,14 +20,18 @@ USAGE = """\
 usage: depthjax COMMAND ...
 
   train CONFIG [--field value ...]   train, or continue the run that is in run.dir
-  eval RUN_DIR [--field value ...]   held-out losses of a run's newest checkpoint
+  eval RUN_DIR [--field value ...]   held-out losses of a run's newest checkpoint, or of a model
+                                     folder
   info [CONFIG] [--field value ...]  shape, parameters, FLOPs, tokens; without CONFIG, all shapes
                                      and residual connections
+  convert IN OUT [--from F] [--to F] checkpoints of others and back, as files or folders; --help
+                                     lists formats; --to-residual NAME changes the connection
   data prepare INPUT... --out DIR    text files, folders or hf:// URLs into token shards
   data index DIR                     add an index with checksums to shards made elsewhere
   data verify DIR                    check shards against their index
 
-CONFIG is a Python file, such as configs/quickstart.py; any of its fields can be overridden:
+CONFIG is a Python file, such as configs/quickstart.py, or the config.json of a run or a model
+folder; any of its fields can be overridden:
 
   depthjax train configs/quickstart.py --train.steps 100 --run.dir runs/short
   depthjax info configs/depthbench.py --model.shape 400m-L70 --model.residual NAME
@@ -39,7 +43,7 @@ CONFIG is a Python file, such as configs/quickstart.py; any of its fields can be
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Runs one command and exits: 0 done, 2 bad input, 1 training diverged, 130 Ctrl-C."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
-    commands = {"train": _train, "eval": _eval, "info": _info, "data": _data}
+    commands = {"train": _train, "eval": _eval, "info": _info, "convert": _convert, "data": _data}
     if arguments[:1] == ["train"]:
         # While importing nothing is at stake, and an exception may be lost in a library's callback.
         signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
@@ -105,7 +109,9 @@ def _eval(arguments: Sequence[str]) -> int:
     if "--help" in arguments or "-h" in arguments:
         override(with_dials, ["--help"], f"{prog} RUN_DIR")
     if not arguments or arguments[0].startswith("-"):
-        raise InputError(f"{prog} needs a run directory, such as runs/quickstart")
+        raise InputError(
+            f"{prog} needs a run directory, such as runs/quickstart, or a model folder"
+        )
     from rich.console import Console
 
     from depthjax.train.evaluate import evaluate_run
@@ -127,6 +133,13 @@ def _info(arguments: Sequence[str]) -> int:
         print_shapes()
     else:
         print_config(_config_file(arguments, "depthjax info").check())
+    return 0
+
+
+def _convert(arguments: Sequence[str]) -> int:
+    from depthjax.cli_convert import run
+
+    run(arguments)
     return 0
 
 

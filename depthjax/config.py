@@ -10,6 +10,7 @@ import dataclasses
 import difflib
 import importlib.util
 import inspect
+import json
 import math
 import pathlib
 import sys
@@ -24,6 +25,9 @@ from flax import nnx
 from depthjax.errors import InputError
 from depthjax.models import Shape, Transformer, shape_of
 from depthjax.residuals import REGISTRY, PreLN, Residual
+
+OWN_VARIANT = "residual.py"
+"""In a run's directory, the source of a residual connection from outside of depthjax."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,6 +110,8 @@ class TrainConfig:
     guard_patience: int = 10
     """After so many skipped updates in a row the last checkpoint is restored; if it happens again,
     training stops."""
+    init_from: str | None = None
+    """Model folder whose parameters training starts from (`depthjax convert` writes one)."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -193,7 +199,9 @@ class Config:
         _check_types(self)
         _ = self.shape, self.residual
         model, train, run = self.model, self.train, self.run
-        for name, path in {"run.dir": run.dir, "data.dir": self.data.dir}.items():
+        folders = {"run.dir": run.dir, "data.dir": self.data.dir}
+        folders["train.init_from"] = train.init_from
+        for name, path in folders.items():
             if path == "":
                 raise InputError(f"{name} is empty: give a directory")
         at_least = {
@@ -301,8 +309,12 @@ def residual_named(name: str) -> Residual:
 
 
 def load_config(path: str, shape: str | None = None, residual: str | None = None) -> Config:
-    """The config that the Python file at `path` returns, its dials set where given."""
-    if not pathlib.Path(path).is_file():
+    """The config that the Python file at `path` returns, or a run or model folder's config.json
+    holds, its dials set where given."""
+    file = pathlib.Path(path)
+    if file.suffix == ".json":
+        return with_dials(shape, residual, from_json(file))
+    if not file.is_file():
         raise InputError(
             f"config file {path} does not exist: give a Python file such as those in configs/"
         )
@@ -371,6 +383,21 @@ def from_dict(values: Mapping[str, Any], kind: type = Config) -> Any:
     nested = {n: v for n, v in values.items() if dataclasses.is_dataclass(known[n])}
     made = {name: from_dict(value, known[name]) for name, value in nested.items()}
     return kind(**{**values, **made})
+
+
+def from_json(file: pathlib.Path) -> Config:
+    """The config that a JSON file holds; InputError where it holds none. A residual connection that
+    is not registered may be defined in OWN_VARIANT beside it."""
+    try:
+        values = json.loads(file.read_text())
+        own = file.with_name(OWN_VARIANT)
+        if values["model"]["residual"]["name"] not in REGISTRY and own.exists():
+            import_file(own)
+        return from_dict(values)
+    except InputError as error:
+        raise InputError(f"{file} cannot be read: {error}") from error
+    except Exception as error:  # damaged JSON, or whatever a variant's own file raises
+        raise InputError(f"{file} cannot be read ({error})") from error
 
 
 def suggest(name: str, known: typing.Iterable[str]) -> str:

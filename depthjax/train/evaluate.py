@@ -2,7 +2,6 @@
 
 import dataclasses
 import itertools
-import pathlib
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -12,10 +11,9 @@ import numpy as np
 from depthjax.config import Config
 from depthjax.data import heldout_documents, heldout_windows
 from depthjax.data.shards import TokenShards, TokenSplit
-from depthjax.errors import InputError
-from depthjax.train.checkpoint import Checkpoints
+from depthjax.interop import is_model_folder
 from depthjax.train.inputs import open_data
-from depthjax.train.run_dir import check_unchanged
+from depthjax.train.source import newest_state, parameters_of_folder
 from depthjax.train.step import Program, data_mesh
 from depthjax.train.stop import StopSignal
 
@@ -84,23 +82,21 @@ def unigram_loss(
 
 
 def evaluate_run(config: Config, say: Callable[[str], None]) -> dict[str, Any]:
-    """The step and held-out losses of the newest checkpoint in `config.run.dir`.
+    """Held-out losses of what is in `config.run.dir`: a model folder, or a run, whose newest
+    checkpoint is taken and its step returned as well.
 
-    Raises InputError where there is none or the data do not fit.
+    Raises InputError where there is neither or the data do not fit.
     """
-    folder = pathlib.Path(config.run.dir) / "checkpoints"
     config.check_devices(jax.device_count())
     shards, vocab = open_data(config)
     program = Program(config, vocab, data_mesh())
-    checkpoints = Checkpoints(folder, keep=None, say=say) if folder.is_dir() else None
-    restored = checkpoints and checkpoints.restore(
-        program.abstract_state(), lambda meta: check_unchanged(meta["config"], config) is not None
-    )
-    if not restored:
-        raise InputError(f"run.dir {config.run.dir} holds no checkpoint: train it first")
-    state, _ = restored
-    losses = heldout_losses(program, state.params, shards, vocab, config.run.eval_batches)
-    return {"step": int(state.step), **dataclasses.asdict(losses)}
+    if is_model_folder(config.run.dir):
+        params, counts = parameters_of_folder(config, program, vocab, config.run.dir), {}
+    else:
+        state = newest_state(config, program, say)
+        params, counts = state.params, {"step": int(state.step)}
+    losses = heldout_losses(program, params, shards, vocab, config.run.eval_batches)
+    return {**counts, **dataclasses.asdict(losses)}
 
 
 def _batch(config: Config) -> int:

@@ -21,6 +21,7 @@ from depthjax.train.metrics import Metrics, read_jsonl, tensorboard_writer
 from depthjax.train.progress import ProgressLine
 from depthjax.train.report import write_summary
 from depthjax.train.run_dir import RunDirectory, check_unchanged, git_commit
+from depthjax.train.source import parameters_of_folder
 from depthjax.train.step import Program, TrainState, data_mesh
 from depthjax.train.stop import Stopped, StopSignal
 
@@ -93,9 +94,10 @@ class _Run:
 
         restored = self.checkpoints.restore(self.program.abstract_state(), accept)
         if restored is None:
+            state = self._first_state()
             self.directory.write_origin(self.config)
             self.directory.note("start", git_commit=git_commit())
-            return self.program.init(), 0
+            return state, 0
         state, meta = restored
         step = int(state.step)
         self.batches.set_state(meta["data"])
@@ -111,6 +113,15 @@ class _Run:
         self.directory.write_origin(self.config)
         self.directory.note("resume", step=step, changed=notes, git_commit=git_commit())
         return state, step
+
+    def _first_state(self) -> TrainState:
+        """The state of step 0: initialised, or with the parameters of `train.init_from`."""
+        source, name = self.config.train.init_from, "train.init_from"
+        if source is None:
+            return self.program.init()
+        params = parameters_of_folder(self.config, self.program, self.vocab, source, name)
+        self.say(f"starting from the parameters in {source}")
+        return self.program.start(params)
 
     @property
     def seconds(self) -> float:

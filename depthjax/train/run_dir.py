@@ -14,18 +14,16 @@ import sys
 import time
 from typing import Any
 
-from depthjax.config import Config, flatten, from_dict, import_file, to_dict
+from depthjax.config import OWN_VARIANT, Config, flatten, from_json, to_dict
 from depthjax.data.files import write_atomically
 from depthjax.errors import InputError
-from depthjax.residuals import REGISTRY
 
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy", "tokenizers")
 
-# What a checkpoint cannot be loaded into, or where the order of the data would silently change.
-_FIXED = ("model.", "data.tokenizer", "data.seed", "train.batch", "train.beta")
+# What a checkpoint cannot be loaded into, or where the order of the data or the start of the run
+# would silently change.
+_FIXED = ("model.", "data.tokenizer", "data.seed", "train.batch", "train.beta", "train.init_from")
 _FREE = ("model.remat", "model.dtype", "model.init_std", "model.init_seed")
-
-_OWN_VARIANT = "residual.py"  # the source of a residual connection from outside of depthjax
 
 
 class RunDirectory:
@@ -78,7 +76,7 @@ class RunDirectory:
         if not variant.__module__.startswith("depthjax."):
             with contextlib.suppress(OSError, TypeError):  # defined in a session, without a file
                 source = inspect.getsource(sys.modules[variant.__module__])
-                write_atomically(self.path / _OWN_VARIANT, source.encode())
+                write_atomically(self.path / OWN_VARIANT, source.encode())
         environment = {
             "packages": {name: importlib.metadata.version(name) for name in PACKAGES},
             "python": platform.python_version(),
@@ -100,15 +98,9 @@ def saved_config(path: str) -> Config:
     """The config that a run was made with, its directory as it is now; InputError for no run."""
     file = pathlib.Path(path) / "config.json"
     try:
-        values = json.loads(file.read_text())
-        own = file.with_name(_OWN_VARIANT)
-        if values["model"]["residual"]["name"] not in REGISTRY and own.exists():
-            import_file(own)
-        config = from_dict(values)
-    except InputError:
-        raise
-    except Exception as error:  # damaged JSON, or whatever the variant's own file raises
-        raise InputError(f"{path} is no run directory: {file} cannot be read ({error})") from error
+        config = from_json(file)
+    except InputError as error:
+        raise InputError(f"{path} is no run directory: {error}") from error
     return dataclasses.replace(config, run=dataclasses.replace(config.run, dir=path))
 
 

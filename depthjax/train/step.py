@@ -37,7 +37,8 @@ def data_mesh() -> jax.sharding.Mesh:
 class Program:
     """The functions of one config on one mesh, compiled at first use.
 
-    `init() -> TrainState`, `step(state, batch) -> (state, metrics)` which donates the state, and
+    `init() -> TrainState`, `start(params) -> TrainState` from parameters of elsewhere,
+    `step(state, batch) -> (state, metrics)` which donates the state, and
     `heldout(params, input_ids [B, T], lengths [B]) -> fp32 summed loss`. Parameters and optimizer
     are replicated, batches are divided over `data`.
     """
@@ -51,6 +52,7 @@ class Program:
         self.by_row = NamedSharding(mesh, P("data"))
         self._by_micro_row = NamedSharding(mesh, P(None, "data"))
         self.init = jax.jit(self._init, out_shardings=self.replicated)
+        self.start = jax.jit(self._start, out_shardings=self.replicated)
         self.step = jax.jit(self._step, donate_argnums=0, out_shardings=self.replicated)
         self.heldout = jax.jit(self._heldout, out_shardings=self.replicated)
 
@@ -72,7 +74,9 @@ class Program:
         return jax.make_array_from_process_local_data(self.by_row, rows)
 
     def _init(self) -> TrainState:
-        params = nnx.to_pure_dict(nnx.state(self._build(), nnx.Param))
+        return self._start(nnx.to_pure_dict(nnx.state(self._build(), nnx.Param)))
+
+    def _start(self, params: Any) -> TrainState:
         zero = jnp.zeros((), jnp.int32)
         return TrainState(params, self._optimizer.init(params), zero, zero, zero)
 

@@ -1,0 +1,72 @@
+"""Where parameters come from that were trained before: a run's newest checkpoint, or a model
+folder."""
+
+import pathlib
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from flax import nnx
+
+from depthjax.config import Config
+from depthjax.data import load_tokenizer
+from depthjax.errors import InputError
+from depthjax.interop import DEPTHJAX, fill, is_model_folder, read_folder, with_vocab
+from depthjax.models import Transformer
+from depthjax.train.checkpoint import Checkpoints
+from depthjax.train.run_dir import check_unchanged, saved_config
+from depthjax.train.step import Program, TrainState, data_mesh
+
+
+def newest_state(config: Config, program: Program, say: Callable[[str], None]) -> TrainState:
+    """The newest checkpoint of `config.run.dir`; InputError where there is none that fits."""
+    folder = pathlib.Path(config.run.dir) / "checkpoints"
+    checkpoints = Checkpoints(folder, keep=None, say=say) if folder.is_dir() else None
+    restored = checkpoints and checkpoints.restore(
+        program.abstract_state(), lambda meta: check_unchanged(meta["config"], config) is not None
+    )
+    if not restored:
+        raise InputError(f"run.dir {config.run.dir} holds no checkpoint: train it first")
+    return restored[0]
+
+
+def trained_model(path: str, say: Callable[[str], None]) -> tuple[Config, Transformer]:
+    """Config (its vocabulary spelt out) and model of a model folder or a run directory."""
+    if is_model_folder(path):
+        config, _ = read_folder(path)
+        return config, folder_model(config, path)
+    config = saved_config(path).check()
+    vocab = config.model.vocab or load_tokenizer(config.data.tokenizer).vocab_size
+    program = Program(config, vocab, data_mesh())
+    model = program.model(newest_state(config, program, say).params)
+    return with_vocab(config, vocab), model
+
+
+def folder_model(config: Config, path: str, name: str = "run.dir") -> Transformer:
+    """The model of `config` with the parameters in the model folder at `path`.
+
+    Raises InputError that lists the parameters which do not fit, by name and shape, or else the
+    settings under which the same parameters would be another function. name: the field that says
+    the path.
+    """
+    saved, tensors = read_folder(path)
+    wanted = DEPTHJAX.tensors(config.shape, config.residual)
+    trouble = f"{name} is {path!r}, whose parameters do not fit this config"
+    model = fill(config, wanted, tensors, trouble=trouble)
+    here, there = ((c.residual, c.model.rope_theta) for c in (config, saved))
+    if here != there:
+        raise InputError(
+            f"{name} is {path!r}, whose parameters are for another function (model.residual, "
+            f"model.rope_theta: {there[0]}, {there[1]:g}; in this config {here[0]}, {here[1]:g}): "
+            "set these alike, or convert the folder first"
+        )
+    return model
+
+
+def parameters_of_folder(
+    config: Config, program: Program, vocab: int, path: str, name: str = "run.dir"
+) -> Any:
+    """The parameters of `folder_model` as a nested dict, on all devices of the program."""
+    model = folder_model(with_vocab(config, vocab), path, name)
+    params = nnx.to_pure_dict(nnx.state(model, nnx.Param))
+    return jax.device_put(params, program.replicated)
