@@ -102,6 +102,6 @@ def _fitted_eps(model: Transformer, residual: Any, eps: float) -> float:
     _, (sublayers, last) = _compute(model, lambda m: m.features(ids, observer=squares))
     square = np.concatenate([np.asarray(sublayers), np.asarray(last)[None]]).astype(np.float64)
     weight = np.mean(1 / (square + eps) ** 2, axis=(1, 2))[1:]  # the first read mixes nothing
-    sources = 1.0 - (-np.arange(1, len(weight) + 1) // residual.block)  # 1 + ceil(s / b)
+    sources = np.asarray([float(residual.sources(s)) for s in range(1, len(weight) + 1)])
     fitted = eps * np.sum(sources**2 * weight) / np.sum(sources**4 * weight)
     return float(f"{fitted:.1e}")
