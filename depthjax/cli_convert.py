@@ -90,6 +90,8 @@ def _read(
     if not path.exists():
         raise InputError(f"{source} does not exist: give a checkpoint, a file or a folder")
     if name == DEPTHJAX.name:
+        if config is not None:
+            raise InputError(f"--config is {config!r}, but depthjax folders have one: leave it out")
         return trained_model(source, say)
     file = pathlib.Path(config) if config else config_beside(path)
     if not file.is_file():
@@ -99,7 +101,7 @@ def _read(
     if format is None:
         raise InputError(f"{file} does not tell the format of {source}: give --from")
     if format is DEPTHJAX:
-        return trained_model(source, say)
+        return _read(source, DEPTHJAX.name, config, say)
     return load(format, read_tensors(path), values)
 
 

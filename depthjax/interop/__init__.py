@@ -12,7 +12,7 @@ from depthjax.interop.files import (
 )
 from depthjax.interop.folder import DEPTHJAX, is_model_folder, read_folder, with_vocab
 from depthjax.interop.llama import KIMI_K3, LLAMA
-from depthjax.interop.tensors import Format, Values, export, fill, load
+from depthjax.interop.tensors import Format, Values, export, fill, function_fields, load
 
 FORMATS: dict[str, Format] = {f.name: f for f in (DEPTHJAX, DEPTHBENCH, KIMI_K3, LLAMA)}
 
@@ -35,6 +35,7 @@ __all__ = [
     "fill",
     "format_of",
     "from_depthbench",
+    "function_fields",
     "is_model_folder",
     "largest_difference",
     "load",

@@ -72,7 +72,6 @@ def random_ids(vocab: int) -> np.ndarray:
 
 def largest_difference(one: Transformer, other: Transformer) -> float:
     """The largest difference of log-probabilities on random token ids, computed in fp32."""
-
     ids = random_ids(one.vocab)
     apart = [_compute(model, lambda m: jax.nn.log_softmax(m(ids))) for model in (one, other)]
     return float(jnp.max(jnp.abs(apart[0] - apart[1])))

@@ -148,7 +148,7 @@ def load(format: Format, tensors: Tensors, values: Values) -> tuple[Config, Tran
 def export(format: Format, config: Config, model: Transformer) -> tuple[Tensors, dict[str, Any]]:
     """The model as (their tensors, their config); InputError for what they have no word for."""
     values = format.theirs(config)
-    given, kept = _says(config), _says(format.ours(values))
+    given, kept = function_fields(config), function_fields(format.ours(values))
     for name, value in given.items():
         if kept.get(name) != value:
             raise InputError(
@@ -159,8 +159,8 @@ def export(format: Format, config: Config, model: Transformer) -> tuple[Tensors,
     return format.complete(tensors), values
 
 
-def _says(config: Config) -> dict[str, Any]:
-    """What a checkpoint in any format has to say of the function that a model computes."""
+def function_fields(config: Config) -> dict[str, Any]:
+    """The fields of a config that say which function its parameters are of."""
     shape, residual = config.shape, config.residual
     said = {"model.residual": residual.name}
     said |= {f"model.residual.{n}": v for n, v in dataclasses.asdict(residual).items()}

@@ -11,7 +11,14 @@ from flax import nnx
 from depthjax.config import Config
 from depthjax.data import load_tokenizer
 from depthjax.errors import InputError
-from depthjax.interop import DEPTHJAX, fill, is_model_folder, read_folder, with_vocab
+from depthjax.interop import (
+    DEPTHJAX,
+    fill,
+    function_fields,
+    is_model_folder,
+    read_folder,
+    with_vocab,
+)
 from depthjax.models import Transformer
 from depthjax.train.checkpoint import Checkpoints
 from depthjax.train.run_dir import check_unchanged, saved_config
@@ -49,16 +56,19 @@ def folder_model(config: Config, path: str, name: str = "run.dir") -> Transforme
     settings under which the same parameters would be another function. name: the field that says
     the path.
     """
-    saved, tensors = read_folder(path)
+    try:
+        saved, tensors = read_folder(path)
+    except InputError as error:
+        raise InputError(f"{name} is {path!r}: {error}") from error
     wanted = DEPTHJAX.tensors(config.shape, config.residual)
     trouble = f"{name} is {path!r}, whose parameters do not fit this config"
     model = fill(config, wanted, tensors, trouble=trouble)
-    here, there = ((c.residual, c.model.rope_theta) for c in (config, saved))
-    if here != there:
+    here, there = function_fields(config), function_fields(saved)
+    others = [f"{n}: {v!r}, here {here.get(n)!r}" for n, v in there.items() if here.get(n) != v]
+    if others:
         raise InputError(
-            f"{name} is {path!r}, whose parameters are for another function (model.residual, "
-            f"model.rope_theta: {there[0]}, {there[1]:g}; in this config {here[0]}, {here[1]:g}): "
-            "set these alike, or convert the folder first"
+            f"{name} is {path!r}, whose parameters are of another function "
+            f"({', '.join(others)}): set these alike"
         )
     return model
 

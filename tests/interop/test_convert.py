@@ -108,6 +108,7 @@ def test_block_size_and_config_elsewhere(capsys, fixture):
         (["plain.safetensors", "there/plain.pt"], ["torch"]),
         (["there", "out"], ["there/config.json", "--config"]),
         (["there", "out", "--from", "depthjax"], ["there is no run directory"]),
+        (["there", "out", "--from", "depthjax", "--config", "plain.json"], ["leave it out"]),
     ],
     ids=lambda value: " ".join(value),
 )
@@ -192,7 +193,7 @@ def test_from_a_run_to_a_folder_and_on_with_training(capsys, tmp_path):
         ({"layers": 3}, ["attention/query has shape (2, 16, 4, 4), not (3, 16, 4, 4)"]),
         ({"vocab": 9000}, ["embedding has shape (8192, 16), not (9000, 16)"]),
         ({"residual": FullAttnRes()}, ["residual/mlp/query is missing, of shape (2, 16)"]),
-        ({"rope_theta": 500.0}, ["model.rope_theta", "500", "10000"]),
+        ({"rope_theta": 500.0}, ["(model.rope_theta: 10000.0, here 500.0): set these alike"]),
     ],
     ids=str,
 )
