@@ -21,6 +21,6 @@ def config() -> Config:
             remat=True,  # on a CPU, moving activations costs more than computing them again
         ),
         data=DataConfig(tokenizer="bpe8k"),
-        train=TrainConfig(steps=200, batch=16, peak_lr=4e-3, warmup_steps=20),
+        train=TrainConfig(steps=200, batch=16, peak_lr=4e-3),
         run=RunConfig(dir="runs/quickstart", save_every=50, eval_every=50, depth_sizes=True),
     )

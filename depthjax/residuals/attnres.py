@@ -21,13 +21,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from depthjax.kernels import depth_mix, depth_weights
-from depthjax.residuals.base import KINDS, Parameter, Residual, swap_rows
+from depthjax.residuals.base import KINDS, Parameter, Residual, empty_history, swap_rows
 
 MIXER = ("query", "key_scale", "logit_scale", "source_bias")
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class _AttnRes(Residual):
+    positive = ("eps", "mix_eps")
     eps: float = 1e-6
     """Epsilon of the norm of the very first read, which sees the embedding alone."""
     mix_eps: float = 1e-6
@@ -44,7 +45,7 @@ class _AttnRes(Residual):
         """Sublayers whose outputs are summed into one source."""
         raise NotImplementedError
 
-    def bind(self, layers, kv_shape=None):
+    def fill_in(self, layers, kv_shape):
         if self.topk is not None and not 0 < self.topk <= 1:
             raise ValueError(f"topk is {self.topk}: give a fraction of the sources, above 0 to 1")
         return self
@@ -75,7 +76,7 @@ class _AttnRes(Residual):
     def begin(self, embedding, layers):
         rows = self.rows(layers)
         carry = {"open": embedding, "count": jnp.int32(0), "bypass": jnp.bool_(False)}
-        return carry, jnp.zeros((rows, *embedding.shape), embedding.dtype)
+        return carry, empty_history(embedding, rows)
 
     def _sources(self, params, carry, history, s):
         """The arguments that `depth_mix` and `depth_weights` share. s = None: the final read."""
@@ -142,7 +143,7 @@ class _AttnRes(Residual):
         return 4 * width * sum(self.sources(s) for s in range(1, 2 * layers + 1))
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class FullAttnRes(_AttnRes):
     """Full Attention Residuals: every sublayer output is a source of its own.
 
@@ -157,7 +158,7 @@ class FullAttnRes(_AttnRes):
         return 1
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class BlockAttnRes(_AttnRes):
     """Block Attention Residuals: the outputs of a block of sublayers are summed into one source.
 
@@ -175,12 +176,12 @@ class BlockAttnRes(_AttnRes):
             raise ValueError("block_size_sublayers is not set: call bind(layers) first")
         return self.block_size_sublayers
 
-    def bind(self, layers, kv_shape=None):
-        super().bind(layers, kv_shape)
+    def fill_in(self, layers, kv_shape):
+        super().fill_in(layers, kv_shape)
         size = self.block_size_sublayers
         if size is None:
             size = self.of_blocks(8, layers).block_size_sublayers
-        if not 1 <= size <= 2 * layers:
+        if not isinstance(size, int) or not 1 <= size <= 2 * layers:
             raise ValueError(
                 f"block_size_sublayers is {size}, but {layers} layers have {2 * layers} sublayers: "
                 f"choose 1 to {2 * layers}"
@@ -189,7 +190,11 @@ class BlockAttnRes(_AttnRes):
 
     @classmethod
     def of_blocks(cls, blocks: int, layers: int, **options) -> "BlockAttnRes":
-        """At most `blocks` blocks over `layers` transformer layers: b = ceil(2 L / blocks)."""
+        """At most `blocks` blocks over `layers` transformer layers: b = ceil(2 L / blocks).
+
+        Raises ValueError for less than one block."""
+        if blocks < 1:
+            raise ValueError(f"blocks is {blocks}: give at least 1")
         return cls(block_size_sublayers=-(-2 * layers // blocks), **options)
 
     @classmethod

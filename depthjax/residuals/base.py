@@ -42,7 +42,9 @@ and gives itself a `name`, with which it is registered. Its hyperparameters are 
 defaults. README.md has a complete one.
 """
 
+import copy
 import dataclasses
+import math
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
@@ -99,6 +101,8 @@ class Residual:
     name: ClassVar[str]
     peak_lr: ClassVar[float] = 2e-3
     """Peak learning rate that suits the variant (DepthBench, 400M models, AdamW)."""
+    positive: ClassVar[tuple[str, ...]] = ()
+    """Hyperparameters that must be above 0, where they are not None."""
 
     def __init_subclass__(cls, **options: Any):
         super().__init_subclass__(**options)
@@ -112,8 +116,26 @@ class Residual:
         """This variant for a stack of `layers` layers whose attention, if it has any, has keys of
         `kv_shape` = (heads, size): defaults that depend on them filled in.
 
-        Raises ValueError with one sentence where a hyperparameter does not fit.
+        Raises ValueError with one sentence where a hyperparameter does not fit, or the variant is
+        bound to another number of layers already.
         """
+        if layers < 1:
+            raise ValueError(f"layers is {layers}: give at least 1")
+        bound_to = getattr(self, "_layers", layers)
+        if bound_to != layers:
+            raise ValueError(
+                f"{self.name} is bound to {bound_to} layers, not {layers}: bind it as it was made"
+            )
+        for name in self.positive:
+            value = getattr(self, name)
+            if value is not None and not 0 < value < math.inf:
+                raise ValueError(f"{name} is {value}: give a positive number")
+        bound = copy.copy(self.fill_in(layers, kv_shape))
+        object.__setattr__(bound, "_layers", layers)  # no field: it is not part of what it is
+        return bound
+
+    def fill_in(self, layers: int, kv_shape: tuple[int, int] | None) -> "Residual":
+        """What `bind` makes of this variant: a copy with the defaults that depend on the depth."""
         return self
 
     def parameters(self, layers: int, width: int) -> Mapping[str, Mapping[str, Parameter]]:
@@ -182,6 +204,11 @@ def append(history, appended: Appended):
         return jax.lax.dynamic_update_index_in_dim(buffer, jnp.where(flag, row, old), slot, 0)
 
     return jax.tree.map(put, history, rows)
+
+
+def empty_history(row: jax.Array, rows: int) -> jax.Array:
+    """Zeros [rows, ...] for rows like `row` [...], laid over a mesh as it is."""
+    return jnp.broadcast_to(jnp.zeros_like(row), (rows, *row.shape))
 
 
 def swap_rows(tree, i, j):

@@ -6,7 +6,7 @@ from depthjax.kernels import layer_norm
 from depthjax.residuals.post_ln import PostLN
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class DeepNorm(PostLN):
     """DeepNorm: h <- LayerNorm(alpha h + f(h)) with alpha = (2 L)^(1/4) (Wang et al. 2022;
     DepthBench, 2.5).
@@ -17,11 +17,12 @@ class DeepNorm(PostLN):
     """
 
     name = "deepnorm"
+    positive = ("eps", "alpha")
     peak_lr = 1e-3
     alpha: float | None = None
     """Factor of the stream. None: (2 L)^(1/4)."""
 
-    def bind(self, layers, kv_shape=None):
+    def fill_in(self, layers, kv_shape):
         alpha = (2 * layers) ** 0.25 if self.alpha is None else self.alpha
         return dataclasses.replace(self, alpha=alpha)
 

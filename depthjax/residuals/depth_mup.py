@@ -7,7 +7,7 @@ from depthjax.residuals.base import UpdateScale
 from depthjax.residuals.pre_ln import PreLN
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class DepthMuP(PreLN):
     """Depth-muP: h <- h + m_L^-a f(RMSNorm(h)) with m_L = L / base_layers and a = 1/2 (Yang et al.
     2023; DepthBench, 2.11).
@@ -20,6 +20,7 @@ class DepthMuP(PreLN):
     """
 
     name = "depth_mup"
+    positive = ("eps", "base_layers", "base_width", "branch_scale")
     exponent: ClassVar[float] = 0.5
     """a: how fast branches shrink with depth."""
     base_layers: int = 24
@@ -29,11 +30,7 @@ class DepthMuP(PreLN):
     branch_scale: float | None = None
     """Factor of branch outputs. None: (L / base_layers)^-a."""
 
-    def bind(self, layers, kv_shape=None):
-        for name in ("base_layers", "base_width"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"{name} is {value}: give a positive integer")
+    def fill_in(self, layers, kv_shape):
         scale = self.branch_scale
         if scale is None:
             scale = (layers / self.base_layers) ** -self.exponent

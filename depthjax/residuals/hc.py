@@ -10,7 +10,7 @@ from depthjax.kernels.rms_norm import at_least_float32
 from depthjax.residuals.base import ATTENTION, MLP, Parameter, Residual
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class StreamResidual(Residual):
     """What HC and its relatives share: m streams [..., m, D] that start as copies of the embedding.
 
@@ -18,16 +18,11 @@ class StreamResidual(Residual):
     multiply-add. Init of attention output and MLP down matrices: divided by sqrt(m).
     """
 
+    positive = ("eps", "streams")
     streams: int = 4
     """Residual streams m."""
     eps: float = 1e-6
     """Epsilon of the norms in front of the branches and of the final one."""
-
-    def bind(self, layers, kv_shape=None):
-        for name in ("streams", "sinkhorn_rounds"):
-            if getattr(self, name, 1) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}: give at least 1")
-        return self
 
     def connection(self, kind: int, width: int) -> dict[str, Parameter]:
         """Declares the parameters of the connectors of one kind."""
@@ -104,7 +99,7 @@ def selected_stream(kind: int, streams: int, selected: float, other: float):
     return init
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class HC(StreamResidual):
     """Hyper-Connections with dynamic weights (Zhu et al. 2024, arXiv 2409.19606; DepthBench, 2.6).
 

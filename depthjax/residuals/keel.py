@@ -9,7 +9,7 @@ from depthjax.residuals.base import Parameter
 from depthjax.residuals.pre_ln import PreLN
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Keel(PreLN):
     """KEEL: h <- RMSNorm(alpha h + f(RMSNorm(h))) with alpha = 2 L (DepthBench, 2.5).
 
@@ -18,10 +18,11 @@ class Keel(PreLN):
     """
 
     name = "keel"
+    positive = ("eps", "alpha")
     alpha: float | None = None
     """Factor of the stream from layer 1 on. None: 2 L."""
 
-    def bind(self, layers, kv_shape=None):
+    def fill_in(self, layers, kv_shape):
         alpha = 2.0 * layers if self.alpha is None else self.alpha
         return dataclasses.replace(self, alpha=alpha)
 

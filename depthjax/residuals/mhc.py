@@ -69,7 +69,7 @@ def _flat_norm(streams: jax.Array, eps: float) -> jax.Array:
     return flat * jax.lax.rsqrt(jnp.mean(flat * flat, -1, keepdims=True) + eps)
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class MHC(StreamResidual):
     """mHC as DepthBench trains it (Xie et al. 2025, arXiv 2512.24880; DepthBench, 2.7).
 
@@ -81,12 +81,18 @@ class MHC(StreamResidual):
     """
 
     name = "mhc"
+    positive = ("eps", "streams", "sinkhorn_rounds", "stream_eps")
     sinkhorn_rounds: int = 20
     """Alternations of row and column normalisation, the softmax counted as the first half one."""
     sinkhorn_delta: float = 1e-6
-    """Added to entries and sums while normalising."""
+    """Added to entries and sums while normalising, 0 or more."""
     stream_eps: float = 1e-6
     """Epsilon of the norm over all streams."""
+
+    def fill_in(self, layers, kv_shape):
+        if self.sinkhorn_delta < 0:
+            raise ValueError(f"sinkhorn_delta is {self.sinkhorn_delta}: give 0 or more")
+        return self
 
     def connection(self, kind, width):
         m, normal = self.streams, jax.nn.initializers
@@ -128,7 +134,7 @@ class MHC(StreamResidual):
         return 2 * layers * width * (2 * m * (m * m + 2 * m) + 2 * m * (m + 1) + 2 * m)
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class _ProjectedMHC(StreamResidual):
     """mHC with one projection a purpose. Subclasses say what the transport is made from."""
 
@@ -185,7 +191,7 @@ class _ProjectedMHC(StreamResidual):
         return 2 * layers * width * (2 * m * columns + 2 * m * (m + 1) + 2 * m)
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class MHCNative(_ProjectedMHC):
     """mHC in the log domain, with one projection a purpose (DepthBench, 2.8).
 
@@ -194,6 +200,7 @@ class MHCNative(_ProjectedMHC):
     """
 
     name = "mhc_native"
+    positive = ("eps", "streams", "sinkhorn_rounds")
     sinkhorn_rounds: int = 20
     """Alternations of row and column updates."""
 
@@ -208,7 +215,7 @@ class MHCNative(_ProjectedMHC):
         return log_sinkhorn(logits, self.sinkhorn_rounds)
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class MHCLite(_ProjectedMHC):
     """mHC-lite: as `MHCNative`, but the transport is a softmax mixture of all m! permutations,
     exactly doubly stochastic without iterating (arXiv 2601.05732; the baseline of Attention
@@ -220,10 +227,10 @@ class MHCLite(_ProjectedMHC):
 
     name = "mhc_lite"
 
-    def bind(self, layers, kv_shape=None):
+    def fill_in(self, layers, kv_shape):
         if self.streams > 5:
             raise ValueError(f"streams is {self.streams}, with m! permutations: give at most 5")
-        return super().bind(layers, kv_shape)
+        return self
 
     @property
     def transport_shape(self):
@@ -237,7 +244,7 @@ class MHCLite(_ProjectedMHC):
         return permutation_mixture(logits, self.streams)
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class MHCStatic(StreamResidual):
     """mHC whose weights do not depend on the token (DepthBench, 2.8).
 
@@ -247,6 +254,7 @@ class MHCStatic(StreamResidual):
     """
 
     name = "mhc_static"
+    positive = ("eps", "streams", "sinkhorn_rounds", "sinkhorn_tau")
     sinkhorn_rounds: int = 20
     """Alternations of row and column updates."""
     sinkhorn_tau: float = 1.0

@@ -5,12 +5,12 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from depthjax.residuals.base import Parameter, Residual
+from depthjax.residuals.base import Parameter, Residual, empty_history
 from depthjax.residuals.post_ln import PostLN
 from depthjax.residuals.pre_ln import PreLN
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class MoDA(Residual):
     """Mixture-of-Depths Attention on a Pre-LN stream (DepthBench, 2.10).
 
@@ -19,9 +19,15 @@ class MoDA(Residual):
     the sequence, the 2 i entries of its own token in one softmax. The last MLP has no projection,
     as nothing would read it. Init: truncated normal of 0.02. Adds (L - 1) 2 D K E parameters.
     History: 2 L rows of keys and values [..., K, E], zero until written.
+
+    The attention must play along: `read` hands it ctx = (keys [2 L, ..., K, E] without rotation,
+    values alike, count), of which it takes the first `count` entries of a token into its softmax,
+    and `write` wants aux = (key, value), both [..., K, E], the key before rotation.
+    `depthjax.layers.Attention` does.
     """
 
     name = "moda"
+    positive = ("eps", "kv_heads", "head_dim")
     eps: float = 1e-6
     """Epsilon of the norms."""
     kv_heads: int | None = None
@@ -32,10 +38,15 @@ class MoDA(Residual):
     @property
     def plain(self) -> PreLN:
         """The stream underneath."""
-        return PreLN(self.eps)
+        return PreLN(eps=self.eps)
 
-    def bind(self, layers, kv_shape=None):
-        kv_heads, head_dim = kv_shape or (self.kv_heads, self.head_dim)
+    def fill_in(self, layers, kv_shape):
+        given = (self.kv_heads, self.head_dim)
+        kv_heads, head_dim = kv_shape or given
+        if kv_shape and any(own not in (None, of) for own, of in zip(given, kv_shape, strict=True)):
+            raise ValueError(
+                f"kv_heads and head_dim are {given}, but attention has {kv_shape}: leave them out"
+            )
         if kv_heads is None or head_dim is None:
             raise ValueError("kv_heads and head_dim are not set: give those of the attention")
         return dataclasses.replace(self, kv_heads=kv_heads, head_dim=head_dim)
@@ -48,10 +59,11 @@ class MoDA(Residual):
         return {**declared, "mlp": {**declared["mlp"], **projection}}
 
     def begin(self, embedding, layers):
-        entry = (*embedding.shape[:-1], self.kv_heads, self.head_dim)
-        zeros = {name: jnp.zeros(entry, embedding.dtype) for name in ("key", "value")}
-        cache = jax.tree.map(lambda zero: jnp.zeros((2 * layers, *zero.shape), zero.dtype), zeros)
-        return {"stream": embedding, "entry": zeros}, cache
+        zero = jnp.zeros_like(embedding[..., :1, None])
+        entry = jnp.broadcast_to(zero, (*embedding.shape[:-1], self.kv_heads, self.head_dim))
+        entries = {"key": entry, "value": entry}
+        cache = jax.tree.map(lambda entry: empty_history(entry, 2 * layers), entries)
+        return {"stream": embedding, "entry": entries}, cache
 
     def read(self, params, carry, history, s):
         x, _, stream, _ = self.plain.read(params, carry["stream"], {}, s)
@@ -63,6 +75,8 @@ class MoDA(Residual):
 
     def write(self, params, carry, y, aux, s):
         stream, _ = self.plain.write(params, carry["stream"], y, None, s)
+        if aux is None and "kv_proj" not in params:
+            raise ValueError(f"{self.name} needs what attention keeps: write with aux=(key, value)")
         entry = carry["entry"] if aux is None else dict(zip(("key", "value"), aux, strict=True))
         return {**carry, "stream": stream}, (entry, s, True)
 
@@ -85,7 +99,7 @@ class MoDA(Residual):
         return projections + 4 * width * sum(2 * i for i in range(layers))
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class PostLNMoDA(MoDA):
     """Mixture-of-Depths Attention on a Post-LN stream (DepthBench, 2.10); else as `MoDA`."""
 
@@ -93,4 +107,4 @@ class PostLNMoDA(MoDA):
 
     @property
     def plain(self) -> PostLN:
-        return PostLN(self.eps)
+        return PostLN(eps=self.eps)

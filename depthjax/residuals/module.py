@@ -79,15 +79,35 @@ def apply_branches(
     that neither take depth context nor return any; the module below passes both.
     """
     layers, width = len(branches) // 2, embedding.shape[-1]
-    if len(branches) % 2:
-        raise ValueError(f"{len(branches)} branches: give two for each layer")
+    _check_embedding(embedding, width)
+    shapes = jax.eval_shape(
+        lambda key: init_params(rule, key, layers=layers, width=width), jax.random.key(0)
+    )
+    if len(branches) % 2 or jax.tree.map(jnp.shape, params) != jax.tree.map(jnp.shape, shapes):
+        raise ValueError(
+            f"params are not those of {len(branches)} branches of width {width}, two for each layer"
+        )
     carry, history = rule.begin(embedding, layers)
     for s, branch in enumerate(branches):
         row = sublayer_params(rule, params, s, layers=layers, width=width)
         x, _, carry, history = rule.read(row, carry, history, s)
-        carry, appended = rule.write(row, carry, branch(x), None, s)
+        carry, appended = rule.write(row, carry, _output(branch(x), x, s), None, s)
         history = append(history, appended)
     return rule.finish(params["final"], carry, history)
+
+
+def _check_embedding(embedding: jax.Array, width: int) -> None:
+    if not jnp.issubdtype(embedding.dtype, jnp.floating):
+        raise ValueError(f"the embedding holds {embedding.dtype}: give floats")
+    if embedding.shape[-1:] != (width,):
+        raise ValueError(f"the embedding is {embedding.shape}, but width is {width}: give [..., D]")
+
+
+def _output(y: jax.Array, like: jax.Array, s: int) -> jax.Array:
+    """What sublayer s returned, in the dtype of the state; ValueError for another shape."""
+    if y.shape != like.shape:
+        raise ValueError(f"sublayer {s} returned {y.shape}: give {like.shape}, as the state is")
+    return y.astype(like.dtype)
 
 
 class ResidualModule(nnx.Module):
@@ -101,12 +121,13 @@ class ResidualModule(nnx.Module):
             state = self.residual.write(state, branch(x), s)
         x = self.residual.finish(state)
 
-    rule: the variant (bound to `layers` here); width: D. dtype: of the activations it returns
-    (None: that of the embedding). param_dtype: of parameters that a variant does not pin to fp32.
-    metadata: passed on to every nnx.Param, for instance an `out_sharding` on a mesh; or a function
-    of a parameter's path ("attention/query") and shape (whose first axis is the layers', except in
-    "final/...") that returns it.
-    Raises ValueError where the rule does not fit the number of layers.
+    s is a Python int, and every sublayer is read and written once, in order. rule: the variant
+    (bound to `layers` here); width: D. dtype: of the activations it returns (None: that of the
+    embedding); what branches return is cast to it. param_dtype: of parameters that a variant does
+    not pin to fp32. metadata: passed on to every nnx.Param, for instance an `out_sharding` on a
+    mesh; or a function of a parameter's path ("attention/query") and shape (whose first axis is the
+    layers', except in "final/...") that returns it.
+    Raises ValueError where the rule does not fit the number of layers, or an array the width.
     """
 
     def __init__(
@@ -120,6 +141,8 @@ class ResidualModule(nnx.Module):
         metadata: Mapping[str, Any] | Callable[[str, tuple[int, ...]], Mapping] | None = None,
         rngs: nnx.Rngs,
     ):
+        if isinstance(rule, type):
+            raise ValueError(f"rule is the class {rule.__name__}: give an instance, with ()")
         self.rule = rule.bind(layers)
         self.layers, self.width = layers, width
         self.dtype = dtype
@@ -130,7 +153,7 @@ class ResidualModule(nnx.Module):
 
         def make(kind: str, name: str, value: jax.Array) -> nnx.Param:
             extra = metadata(f"{kind}/{name}", value.shape) if callable(metadata) else metadata
-            return nnx.Param(value, decay=declared[kind][name].decay, **(extra or {}))
+            return nnx.Param(value, **{"decay": declared[kind][name].decay, **(extra or {})})
 
         for kind in (*KINDS, "final"):
             made = {name: make(kind, name, value) for name, value in values[kind].items()}
@@ -151,6 +174,7 @@ class ResidualModule(nnx.Module):
 
     def begin(self, embedding: jax.Array) -> State:
         """The state before sublayer 0, from the embedding [..., D]."""
+        _check_embedding(embedding, self.width)
         return self.rule.begin(embedding.astype(self.dtype or embedding.dtype), self.layers)
 
     def read(self, state: State, s: int) -> tuple[jax.Array, Any, State]:
@@ -161,6 +185,7 @@ class ResidualModule(nnx.Module):
     def write(self, state: State, y: jax.Array, s: int, aux: Any = None) -> State:
         """The state after sublayer s returned y [..., D]."""
         carry, history = state
+        y = _output(y, jax.eval_shape(self.rule.stream, carry), s)
         carry, appended = self.rule.write(self.sublayer_params(s), carry, y, aux, s)
         return carry, append(history, appended)
 

@@ -6,7 +6,7 @@ from depthjax.kernels import rms_norm
 from depthjax.residuals.pre_ln import PreLN
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class PostLN(PreLN):
     """Post-LN: h <- RMSNorm(h + f(h)) at every sublayer (Vaswani et al. 2017; DepthBench, 2.2).
 

@@ -8,7 +8,7 @@ from depthjax.kernels import rms_norm
 from depthjax.residuals.base import Parameter, Residual
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class PreLN(Residual):
     """h <- h + f(RMSNorm(h)) at every sublayer, RMSNorm(h) at the end (Xiong et al. 2020, fig. 1b).
 
@@ -16,6 +16,7 @@ class PreLN(Residual):
     """
 
     name = "pre_ln"
+    positive = ("eps",)
     eps: float = 1e-6
     """Epsilon of the norms."""
 

@@ -7,7 +7,7 @@ from depthjax.residuals.base import KINDS, Parameter
 from depthjax.residuals.pre_ln import PreLN
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class SandwichLN(PreLN):
     """Sandwich-LN: h <- h + RMSNorm(f(RMSNorm(h))) (Ding et al. 2021; also Peri-LN, Kim et al.
     2025; DepthBench, 2.3).

@@ -41,11 +41,16 @@ def update_scales(params: nnx.State, config: Config) -> dict[str, UpdateScale]:
     scales = {}
     for keys, variable in nnx.to_flat_state(params):
         path = "/".join(keys)
-        matching = (scale for p, scale in patterns.items() if fnmatch.fnmatchcase(path, p))
-        scale = next(matching, UpdateScale())
+        scale = _matching(patterns, path)
         is_decayed = variable.get_metadata()["decay"] in decayed
         scales[path] = scale if is_decayed else dataclasses.replace(scale, decay=0.0)
     return scales
+
+
+def _matching(scales: Mapping[str, UpdateScale], path: str) -> UpdateScale:
+    """The scale of the first pattern that matches; one that changes nothing where none does."""
+    matching = (scale for p, scale in scales.items() if fnmatch.fnmatchcase(path, p))
+    return next(matching, UpdateScale())
 
 
 def clip(gradient: Any, limit: float) -> tuple[Any, jax.Array]:
@@ -68,8 +73,9 @@ def scaled_adamw(
         rate * (m^ / (sqrt(v^) + eps * scale.eps) + weight_decay * scale.decay * p)
 
     with `rate` the parameter's scale.rate. Multiply the updates by the negative learning rate;
-    gradients are expected to be clipped already. scales: by path ("mlp/up") in the nested dict of
-    parameters. Moments have the dtype of the parameters.
+    gradients are expected to be clipped already. scales: by pattern of the path ("mlp/*") in the
+    nested dict or nnx.State of parameters, the first that matches; others are left as they are.
+    Moments have the dtype of the parameters.
     """
     # Epsilon k eps on g is epsilon eps on g / k: one Adam serves all groups.
     divide = _at_each(scales, lambda scale, g, p: g / scale.eps)
@@ -82,7 +88,9 @@ def _at_each(scales: Mapping[str, UpdateScale], function) -> optax.GradientTrans
 
     def update(updates: Any, params: Any) -> Any:
         def at(path, u, p):
-            scale = scales["/".join(key.key for key in path)]
+            if isinstance(path[-1], jax.tree_util.GetAttrKey):  # of an nnx.State: the Variable's
+                path = path[:-1]
+            scale = _matching(scales, jax.tree_util.keystr(path, simple=True, separator="/"))
             return function(scale, u, p).astype(u.dtype)
 
         return jax.tree_util.tree_map_with_path(at, updates, params)

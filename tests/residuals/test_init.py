@@ -20,8 +20,11 @@ from depthjax.residuals import (
     MHCStatic,
     MoDA,
     PreLN,
+    append,
+    init_params,
 )
 from depthjax.residuals.mhc import log_sinkhorn, permutation_mixture, sinkhorn
+from depthjax.residuals.module import sublayer_params
 
 SHAPE = Shape(layers=3, width=64, heads=4, kv_heads=2, mlp_width=160)
 STREAMS = [HC(), MHC(), MHCNative(), MHCLite(), MHCStatic()]
@@ -98,6 +101,47 @@ def test_depth_attention_starts_uniform(residual):
         assert mixer["query"][...].dtype == jnp.float32
 
 
+def test_topk_keeps_the_older_of_equal_sources():
+    """Queries start at zero, so that all logits are equal: the oldest ceil(n / 2) sources stay
+    (DepthBench's kernel prefers the lower index)."""
+    rule = FullAttnRes(topk=0.5).bind(3)
+    params = init_params(rule, jax.random.key(0), layers=3, width=8)
+    carry, history = rule.begin(jnp.ones((1, 8)), 3)
+    for s in range(6):
+        row = sublayer_params(rule, params, s, layers=3, width=8)
+        weights = rule.observe(row, carry, history, s)["weights"][:, 0]
+        sources = jnp.append(weights[:s], weights[-1])  # the finished ones and the open sum
+        kept = -(-(s + 1) // 2)
+        np.testing.assert_allclose(sources, np.where(np.arange(s + 1) < kept, 1 / kept, 0))
+        _, _, carry, history = rule.read(row, carry, history, s)
+        carry, appended = rule.write(row, carry, jnp.ones((1, 8)) * s, None, s)
+        history = append(history, appended)
+
+
+FLOAT32 = {  # DepthBench: what stays fp32 where the rest is bf16
+    "mhc": {"b", "alpha_pre", "alpha_post", "alpha_res"},
+    "full_attnres": {"query", "key_scale"},
+    "mhc_static": {"H_pre_logits", "H_post_logits", "H_res_logits"},
+    "mhc_native": {
+        f"{kind}_{part}"
+        for kind in ("pre", "post", "residual")
+        for part in ("bias", "dynamic_proj", "gate")
+    },
+    "pre_ln": set(),
+    "hc": set(),
+    "moda": set(),
+}
+
+
+@pytest.mark.parametrize("name", FLOAT32)
+def test_what_stays_float32(name):
+    rule = REGISTRY[name]().bind(SHAPE.layers, (2, 16))
+    options = {"layers": SHAPE.layers, "width": 64, "param_dtype": jnp.bfloat16}
+    params = init_params(rule, jax.random.key(0), **options)
+    found = {n for n, value in params["mlp"].items() if value.dtype == jnp.float32}
+    assert found == FLOAT32[name]
+
+
 def test_zero_queries_make_the_plain_network():
     """The mixture is then the mean of the sources, which a norm cannot tell from their sum, but
     for its epsilon."""
@@ -141,21 +185,6 @@ def test_parameters_at_24_layers(name, total):
         lambda: Transformer(shape_of("400m-L24"), 50280, residual, rngs=nnx.Rngs(0))
     )
     assert sum(x.size for x in jax.tree.leaves(nnx.state(model, nnx.Param))) == total
-
-
-def test_what_is_never_decayed():
-    """Static connectors; dynamic ones are decayed (DepthBench, "training recipe")."""
-    groups = {}
-    for residual in STREAMS:
-        for name, parameter in residual.parameters(4, 64)["mlp"].items():
-            groups.setdefault(parameter.decay, set()).add(name)
-    assert groups["never"] == {
-        *("static_alpha", "static_beta", "b", "alpha_pre", "alpha_post", "alpha_res"),
-        *("pre_bias", "post_bias", "residual_bias"),
-        *("H_pre_logits", "H_post_logits", "H_res_logits"),
-    }
-    assert {"dynamic_alpha_proj", "dynamic_beta_proj", "phi"} <= groups["matrix"]
-    assert groups["vector"] >= {"norm", "dynamic_alpha_scale", "dynamic_beta_scale", "pre_gate"}
 
 
 @pytest.mark.parametrize("project", [sinkhorn, log_sinkhorn])

@@ -10,7 +10,17 @@ import pytest
 from flax import nnx
 
 from depthjax.config import Config, ModelConfig, TrainConfig, build_model
-from depthjax.residuals import BlockAttnRes, CompleteP, DepthMuP, Residual, UpdateScale
+from depthjax.residuals import (
+    HC,
+    MHC,
+    BlockAttnRes,
+    CompleteP,
+    DepthMuP,
+    MHCNative,
+    MHCStatic,
+    Residual,
+    UpdateScale,
+)
 from depthjax.train.optimizer import clip, learning_rate, scaled_adamw, update_scales
 
 
@@ -40,6 +50,40 @@ def test_what_is_decayed(decay_vectors):
     assert len(vectors) == 9
     for path, scale in scales.items():
         assert scale == UpdateScale(decay=0.0 if path in vectors and not decay_vectors else 1.0)
+
+
+@pytest.mark.parametrize("decay_vectors", [False, True])
+@pytest.mark.parametrize(
+    ("rule", "never"),
+    [
+        (HC(), {"static_alpha", "static_beta"}),
+        (MHC(), {"b", "alpha_pre", "alpha_post", "alpha_res"}),
+        (MHCNative(), {"pre_bias", "post_bias", "residual_bias"}),
+        (MHCStatic(), {"H_pre_logits", "H_post_logits", "H_res_logits"}),
+    ],
+    ids=lambda value: getattr(value, "name", ""),
+)
+def test_what_is_never_decayed(rule, never, decay_vectors):
+    """The authors' exceptions, in their recipe, which decays norms, as in ours."""
+    scales = scales_of(rule, decay_vectors=decay_vectors)
+    undecayed = {path.rpartition("/")[2] for path, scale in scales.items() if scale.decay == 0}
+    assert never <= undecayed
+    assert (undecayed == never) == decay_vectors
+    assert "norm" in undecayed or decay_vectors
+
+
+def test_scales_reach_the_parameters_of_other_models():
+    """By pattern, in a nested dict as in an nnx.State."""
+    model = nnx.Sequential(nnx.Linear(2, 2, rngs=nnx.Rngs(0)))
+    optimizer = scaled_adamw({"layers/0/k*": UpdateScale(rate=0.5)}, weight_decay=0.0)
+    state = nnx.state(model, nnx.Param)
+    for params in (state, nnx.to_pure_dict(state)):
+        ones = jax.tree.map(jnp.ones_like, params)
+        updates, _ = optimizer.update(ones, optimizer.init(params), params)
+        layer = nnx.to_pure_dict(updates) if params is state else updates
+        layer = layer["layers"][0]
+        np.testing.assert_allclose(layer["kernel"], 0.5, rtol=1e-5)
+        np.testing.assert_allclose(layer["bias"], 1.0, rtol=1e-5)
 
 
 @pytest.mark.parametrize(("rule", "a"), [(DepthMuP, 0.5), (CompleteP, 1.0)])
