@@ -4,7 +4,7 @@
         hf://datasets/HuggingFaceFW/fineweb-edu/sample/100BT
     depthjax train configs/depthbench.py --model.shape 400m-L32 --model.residual block_attnres
 
-The two dials set everything else. DepthBench, "training recipe": 512 x 2048 tokens a step, AdamW
+The two dials set everything else. DepthBench, section 2: 512 x 2048 tokens a step, AdamW
 (0.9, 0.95), decay 0.1, clip 1.0, warmup over a tenth of the steps, cosine to a tenth of the peak.
 
 Two things differ from the authors by default, for the better: parameters are kept in fp32, and

@@ -47,7 +47,7 @@ def test_config_files_are_right_as_they_stand(file):
 @pytest.mark.parametrize("shape", [name for name in SHAPES if name != "tiny-L8"])
 @pytest.mark.parametrize("residual", REGISTRY)
 def test_study_follows_its_two_dials(shape, residual):
-    """DepthBench, "training recipe": steps by size; peak rate 2e-3, for LNS 1e-2, for DeepNorm
+    """DepthBench, section 2: steps by size; peak rate 2e-3, for LNS 1e-2, for DeepNorm
     1e-3, and at 1.6B 5e-4."""
     config = load_config(str(CONFIGS / "depthbench.py"), shape, residual).check()
     assert (config.model.shape, config.residual.name) == (shape, residual)

@@ -1,7 +1,7 @@
 """Another residual connection under a trained model, where that leaves its function as it is.
 
 With all queries zero a mixture of n sources is their sum over n, the plain stream h / n, and the
-norm behind it undoes the n (Attention Residuals, arXiv 2603.15031, section 3). Only the epsilon is
+norm behind it undoes the n (Attention Residuals, arXiv 2603.15031). Only the epsilon is
 left: norm(h / n) = h / sqrt(mean(h^2) + n^2 eps'), where the plain model has eps. One eps' cannot
 meet all n, so it is fitted to the sizes that the stream has:
 

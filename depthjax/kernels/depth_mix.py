@@ -1,7 +1,7 @@
 """Softmax attention over depth for one query: the read of Attention Residuals, in plain XLA.
 
 The key of a source is its RMS-normalised self, the value is the raw source (Attention Residuals,
-arXiv 2603.15031, section 3; the query and the key scale enter only as their product):
+arXiv 2603.15031; the query and the key scale enter only as their product):
 
     e_i = (query * key_scale) . v_i / sqrt(mean(v_i^2) + eps)       no 1/sqrt(D), no temperature
     p   = softmax_i(e),      z = sum_i p_i v_i

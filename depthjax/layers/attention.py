@@ -24,7 +24,7 @@ def _joint_attention(
     depth_value: jax.Array,
     count: jax.Array | int,
 ) -> jax.Array:
-    """One softmax over the causal sequence and the token's own depth entries (DepthBench, 2.10).
+    """One softmax over the causal sequence and the token's own depth entries (DepthBench, appendix A).
 
     query: [B, T, H, E]; key, value: [B, T, K, E]; depth_key, depth_value: [N, B, T, K, E], of which
     the first `count` are live. Result [B, T, H, E]. Holds the [B, H, T, T + N] weights.
@@ -53,7 +53,7 @@ class Attention(nnx.Module):
 
     x [B, T, D] -> y [B, T, D]. H query heads of size E, K key-value heads, each serving H / K
     consecutive query heads. Init: truncated normal of `init_std`. Matrices are cast to the dtype of
-    x for the products; the softmax is in at least fp32. DepthBench, section "shared backbone".
+    x for the products; the softmax is in at least fp32. DepthBench, section 2.
     """
 
     def __init__(

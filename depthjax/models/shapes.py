@@ -2,7 +2,7 @@
 
 A name fixes layers, width, heads and MLP width. Below 1B: 16 heads, as many key-value heads, and
 the MLP width is 8 D / 3 rounded up to a multiple of 16; at 1.6B: 8 key-value heads and 3 D
-(DepthBench, table of shapes). `backbone-` names hold the parameters of the blocks constant instead
+(DepthBench, appendix B). `backbone-` names hold the parameters of the blocks constant instead
 of the total.
 """
 

@@ -19,7 +19,7 @@ class Transformer(nnx.Module):
     Every matrix is drawn from a truncated normal (`init_std`, cut at 3 standard deviations) without
     depth scaling; norms and mixers belong to the residual connection, which brings its own init.
     Parameters are kept in `param_dtype` and cast to `dtype` for the products; logits are fp32.
-    DepthBench, section "shared backbone". Raises ValueError where `residual` does not fit the
+    DepthBench, section 2. Raises ValueError where `residual` does not fit the
     depth.
 
     unroll: a Python loop over the layers instead of a scan (slow to compile; for debugging).

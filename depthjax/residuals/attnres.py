@@ -1,6 +1,6 @@
 """Attention Residuals: each sublayer reads a softmax mixture of what earlier depth produced.
 
-Attention Residuals, arXiv 2603.15031, section 3 (Full) and section 4 (Block); the output norm that
+Attention Residuals, arXiv 2603.15031; the output norm that
 follows each mixture shares its epsilon, as in DepthBench.
 
 One state serves all block sizes. The history holds the finished sources, the carry the open sum R:
@@ -34,7 +34,7 @@ class _AttnRes(Residual):
     mix_eps: float = 1e-6
     """Epsilon of the key norms and of the norms that follow a mixture (DepthBench: 1e-5)."""
     logit_scale: bool = False
-    """Multiply the logits of each reader by exp(s), s learned from 0 (DepthBench, 2.11)."""
+    """Multiply the logits of each reader by exp(s), s learned from 0 (DepthBench's code)."""
     topk: float | None = None
     """Mix the largest logits only, this fraction of a reader's sources rounded up (same place)."""
     bias: bool = False

@@ -9,7 +9,7 @@ from depthjax.residuals.post_ln import PostLN
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DeepNorm(PostLN):
     """DeepNorm: h <- LayerNorm(alpha h + f(h)) with alpha = (2 L)^(1/4) (Wang et al. 2022;
-    DepthBench, 2.5).
+    DepthBench, appendix A).
 
     The norms of the blocks subtract the mean and have no bias; the final one is an RMSNorm. Init:
     value, output and MLP matrices are scaled by beta = (8 L)^(-1/4), query and key are not.

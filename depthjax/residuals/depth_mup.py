@@ -10,7 +10,7 @@ from depthjax.residuals.pre_ln import PreLN
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DepthMuP(PreLN):
     """Depth-muP: h <- h + m_L^-a f(RMSNorm(h)) with m_L = L / base_layers and a = 1/2 (Yang et al.
-    2023; DepthBench, 2.11).
+    2023; DepthBench's code).
 
     The optimizer follows: parameters of the blocks get learning rate m_L^(a - 1) and Adam epsilon
     m_L^-a. With `base_width`, and m_N = D / base_width, width is transferred as well: matrices of

@@ -11,7 +11,7 @@ from depthjax.residuals.pre_ln import PreLN
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Keel(PreLN):
-    """KEEL: h <- RMSNorm(alpha h + f(RMSNorm(h))) with alpha = 2 L (DepthBench, 2.5).
+    """KEEL: h <- RMSNorm(alpha h + f(RMSNorm(h))) with alpha = 2 L (DepthBench, appendix A).
 
     Layer 0 is gentler: its attention adds without alpha and without the outer norm, its MLP without
     alpha. Adds an outer norm scale a sublayer but the first, init 1: (2 L - 1) D parameters.

@@ -11,7 +11,7 @@ from depthjax.residuals.pre_ln import PreLN
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LNS(PreLN):
     """LayerNorm Scaling: h <- h + f(c_l RMSNorm(h)) with c_l = 1 / sqrt(l + 1) for layer l = 0, 1,
-    ... (Sun et al. 2025; DepthBench, 2.4).
+    ... (Sun et al. 2025; DepthBench, appendix A).
 
     No parameters beyond Pre-LN. c_l belongs to a layer's weights: swapping layers moves it along.
     The final norm is not scaled.

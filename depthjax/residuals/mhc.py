@@ -17,7 +17,7 @@ def sinkhorn(logits: jax.Array, rounds: int, delta: float = 1e-6) -> jax.Array:
     """A doubly stochastic matrix [..., m, m] by alternating normalisation (Sinkhorn & Knopp 1967).
 
     The first round is softmax over rows, then columns; `delta` is added after the softmax and to
-    each sum (the form of the mHC kernels; DepthBench, 2.7). Differentiable through all rounds.
+    each sum (the form of the mHC kernels; DepthBench, appendix A). Differentiable through all rounds.
     """
     matrix = jax.nn.softmax(logits, axis=-1) + delta
     matrix = matrix / (jnp.sum(matrix, axis=-2, keepdims=True) + delta)
@@ -31,7 +31,7 @@ def sinkhorn(logits: jax.Array, rounds: int, delta: float = 1e-6) -> jax.Array:
 
 def log_sinkhorn(logits: jax.Array, rounds: int) -> jax.Array:
     """The same in the log domain: potentials of rows and columns with marginals 1 / m, the result
-    times m (DepthBench, 2.8). logits: [..., m, m]."""
+    times m (DepthBench's code). logits: [..., m, m]."""
     size = logits.shape[-1]
     target = -jnp.log(jnp.asarray(size, logits.dtype))
 
@@ -71,7 +71,7 @@ def _flat_norm(streams: jax.Array, eps: float) -> jax.Array:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MHC(StreamResidual):
-    """mHC as DepthBench trains it (Xie et al. 2025, arXiv 2512.24880; DepthBench, 2.7).
+    """mHC as DepthBench trains it (Xie et al. 2025, arXiv 2512.24880; DepthBench, appendix A).
 
     With z the unit-RMS concatenation of the streams and mix = z phi: read = sigmoid(alpha_pre
     mix_pre + b_pre), write = 2 sigmoid(alpha_post mix_post + b_post), transport =
@@ -193,7 +193,7 @@ class _ProjectedMHC(StreamResidual):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MHCNative(_ProjectedMHC):
-    """mHC in the log domain, with one projection a purpose (DepthBench, 2.8).
+    """mHC in the log domain, with one projection a purpose (DepthBench's code).
 
     As `MHC`, but the norm over all streams has eps 1e-8, the transport comes from `log_sinkhorn`,
     in which new stream t takes M[s, t] of stream s, and the final read sums. All connectors fp32.
@@ -218,8 +218,8 @@ class MHCNative(_ProjectedMHC):
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MHCLite(_ProjectedMHC):
     """mHC-lite: as `MHCNative`, but the transport is a softmax mixture of all m! permutations,
-    exactly doubly stochastic without iterating (arXiv 2601.05732; the baseline of Attention
-    Residuals, section 5).
+    exactly doubly stochastic without iterating (arXiv 2601.05732; a baseline of Attention
+    Residuals).
 
     Init of its logits: 0 for the identity, -8 for the other permutations. Adds 2 L (m D (m! + 2 m)
     + m! + 2 m + 3) parameters.
@@ -246,7 +246,7 @@ class MHCLite(_ProjectedMHC):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MHCStatic(StreamResidual):
-    """mHC whose weights do not depend on the token (DepthBench, 2.8).
+    """mHC whose weights do not depend on the token (DepthBench's code).
 
     read = softmax(H_pre_logits), write = softmax(H_post_logits), transport = log_sinkhorn of
     H_res_logits / tau; the final read sums. Init with a gap of 8 as `MHC`. Adds 2 L (m^2 + 2 m)

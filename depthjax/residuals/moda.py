@@ -12,7 +12,7 @@ from depthjax.residuals.pre_ln import PreLN
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MoDA(Residual):
-    """Mixture-of-Depths Attention on a Pre-LN stream (DepthBench, 2.10).
+    """Mixture-of-Depths Attention on a Pre-LN stream (DepthBench, appendix A).
 
     Each sublayer leaves a key and a value per token in a depth cache: attention its own (the key
     before rotation), the MLP a projection of its input. The attention of layer i then has, beside
@@ -101,7 +101,7 @@ class MoDA(Residual):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PostLNMoDA(MoDA):
-    """Mixture-of-Depths Attention on a Post-LN stream (DepthBench, 2.10); else as `MoDA`."""
+    """Mixture-of-Depths Attention on a Post-LN stream (DepthBench, appendix A); else as `MoDA`."""
 
     name = "post_ln_moda"
 

@@ -10,7 +10,7 @@ from depthjax.residuals.pre_ln import PreLN
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SandwichLN(PreLN):
     """Sandwich-LN: h <- h + RMSNorm(f(RMSNorm(h))) (Ding et al. 2021; also Peri-LN, Kim et al.
-    2025; DepthBench, 2.3).
+    2025; DepthBench, appendix A).
 
     Adds a norm scale a sublayer, init 1: 2 L D parameters.
     """

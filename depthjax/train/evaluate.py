@@ -26,7 +26,7 @@ class HeldoutLosses:
     """Mean over every prediction in non-overlapping windows of the held-out stream."""
     heldout_loss_authors: float
     """One instance a document, cut at the context; the losses are divided by all its tokens,
-    although the last has no prediction (DepthBench, "validation loss"): a little lower than a true
+    although the last has no prediction (DepthBench's code): a little lower than a true
     mean."""
     heldout_unigram_loss: float
     """The predictions of `heldout_loss`, under the (add-one) token frequencies of the training

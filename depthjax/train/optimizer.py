@@ -1,4 +1,4 @@
-"""AdamW with warmup and cosine decay (DepthBench, "training recipe"), by groups of parameters."""
+"""AdamW with warmup and cosine decay (DepthBench, section 2), by groups of parameters."""
 
 import dataclasses
 import fnmatch

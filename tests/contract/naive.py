@@ -33,7 +33,7 @@ def post_ln(rule, params, branches, x):
 
 
 def scaled_pre_ln(exponent):
-    """DepthBench, 2.11."""
+    """DepthBench's code."""
 
     def run(rule, params, branches, x):
         scale = (len(branches) / 2 / rule.base_layers) ** -exponent
@@ -99,7 +99,7 @@ def hyper(connector, collapse):
 
 
 def hc_weights(rule, p, streams):
-    """Row j of alpha and beta from stream j alone (DepthBench, 2.6)."""
+    """Row j of alpha and beta from stream j alone (DepthBench, appendix A)."""
     alpha, beta = [], []
     for j, stream in enumerate(streams):
         n = norm(stream, 1.0, 1e-8)
@@ -124,7 +124,7 @@ def sigmoid(x):
 
 
 def mhc_weights(rule, p, streams):
-    """DepthBench, 2.7."""
+    """DepthBench, appendix A."""
     m = rule.streams
     mix = norm(jnp.concatenate(streams, axis=-1), 1.0, rule.stream_eps) @ p["phi"]
     read = sigmoid(p["alpha_pre"] * mix[..., :m] + p["b"][:m])
@@ -137,7 +137,7 @@ def mhc_weights(rule, p, streams):
 
 
 def projected(transport):
-    """DepthBench, 2.8; M[s, t] carries stream s to new stream t."""
+    """DepthBench's code; M[s, t] carries stream s to new stream t."""
 
     def weights(rule, p, streams):
         z = norm(jnp.concatenate(streams, axis=-1), 1.0, 1e-8)
@@ -169,7 +169,7 @@ def mhc_static_weights(rule, p, streams):
 
 
 def attnres(rule, params, branches, x):
-    """Attention Residuals, section 3: sources are finished blocks and the open one."""
+    """Attention Residuals: sources are finished blocks and the open one."""
     finished, partial = [x], None
 
     def mix(p):
@@ -197,7 +197,7 @@ def attnres(rule, params, branches, x):
 
 
 def joint_attention(layer, x, entries):
-    """Causal attention whose softmax also runs over depth entries (DepthBench, 2.10), head by head.
+    """Causal attention whose softmax also runs over depth entries (DepthBench, appendix A), head by head.
 
     Returns (y, key, value), the key before rotation."""
     query, key, value = (

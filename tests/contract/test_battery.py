@@ -44,7 +44,7 @@ FORMS = {
     "depth_mup_width": DepthMuP(base_width=8),
 }
 
-# DepthBench, 2.12, and for mHC-lite 28 columns instead of 24: parameters beyond Pre-LN (m = 4).
+# DepthBench, table 6, and for mHC-lite 28 columns instead of 24: parameters beyond Pre-LN (m = 4).
 PLAIN = ("pre_ln", "post_ln", "lns", "deepnorm", "depth_mup", "completep")
 EXTRA_PARAMETERS = {
     **dict.fromkeys(PLAIN, lambda layers, width: 0),
@@ -313,7 +313,7 @@ def test_rule_is_hashable_and_frozen(rule):
 
 @pytest.mark.parametrize("name", EXTRA_PARAMETERS)
 def test_parameter_count_is_the_formula(name):
-    """(2 L + 1) D norm scales, and what DepthBench, 2.12, lists beyond Pre-LN."""
+    """(2 L + 1) D norm scales, and what DepthBench, table 6, lists beyond Pre-LN."""
     model, layers, width = build(REGISTRY[name]()), SHAPE.layers, SHAPE.width
     counted = sum(math.prod(x.shape) for x in jax.tree.leaves(nnx.state(model.residual)))
     assert counted == (2 * layers + 1) * width + EXTRA_PARAMETERS[name](layers, width)

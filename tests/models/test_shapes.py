@@ -12,7 +12,7 @@ from depthjax.residuals import BlockAttnRes, PreLN
 
 VOCAB = 50280
 
-# DepthBench, table of shapes: name -> layers, width, MLP width, head size, parameters in millions.
+# DepthBench, appendix B: name -> layers, width, MLP width, head size, parameters in millions.
 PUBLISHED = {
     "200m-L24": (24, 672, 1792, 42, 197.67),
     "200m-L18": (18, 768, 2048, 48, 204.66),

@@ -88,7 +88,7 @@ def test_tap_reads_the_squared_gradient():
 
 
 def test_depth_mix_against_a_plain_softmax():
-    """Attention Residuals, section 3, in NumPy."""
+    """Attention Residuals, in NumPy."""
     rng = np.random.default_rng(0)
     sources, query, scale = rng.normal(size=(5, 7, 16)), rng.normal(size=16), rng.normal(size=16)
     keys = sources / np.sqrt((sources**2).mean(-1, keepdims=True) + 1e-5) * scale

@@ -1,4 +1,4 @@
-"""How each variant starts, and what of it is decayed, as DepthBench, 2, prescribes."""
+"""How each variant starts, and what of it is decayed, as DepthBench, appendix A, prescribes."""
 
 import jax
 import jax.numpy as jnp
@@ -73,7 +73,7 @@ def test_streams_start_near_one_plain_stream(residual):
         expected = 0.25 if residual.name == "mhc_static" else 1.0
         np.testing.assert_allclose(write, np.full((5, 4), expected), atol=1e-6)
         np.testing.assert_allclose(transport, np.tile(np.eye(4), (5, 1, 1)), atol=atol)
-        if residual.name == "mhc":  # DepthBench, 2.7
+        if residual.name == "mhc":  # DepthBench, appendix A
             np.testing.assert_allclose(transport[:, 0, 0], 0.99899, atol=1e-5)
             np.testing.assert_allclose(transport[:, 0, 1], 3.4e-4, atol=5e-6)
 
@@ -91,7 +91,7 @@ def test_norms_start_at_one(name):
 
 @pytest.mark.parametrize("residual", [FullAttnRes, BlockAttnRes])
 def test_depth_attention_starts_uniform(residual):
-    """Attention Residuals, section 3: queries exactly zero, key scales one; the options alike."""
+    """Attention Residuals: queries exactly zero, key scales one; the options alike."""
     model = build(residual(logit_scale=True, bias=True))
     for kind in ("attention", "mlp", "final"):
         mixer = getattr(model.residual, kind)
@@ -152,7 +152,7 @@ def test_zero_queries_make_the_plain_network():
 
 
 def test_width_transfer_starts_smaller():
-    """DepthBench, 2.11: blocks with sigma (D / base)^(-1/2), the head with sigma."""
+    """DepthBench's code: blocks with sigma (D / base)^(-1/2), the head with sigma."""
     model = build(DepthMuP(base_width=16))
     for matrix in (model.attention.query, model.attention.out, model.mlp.gate, model.mlp.down):
         assert spread(matrix) == pytest.approx(TRUNCATED / 2, rel=0.03)
@@ -166,7 +166,7 @@ def test_moda_projection():
     assert spread(projection) == pytest.approx(TRUNCATED, rel=0.03)
 
 
-TOTALS = {  # DepthBench, 2.12
+TOTALS = {  # DepthBench, table 6
     **dict.fromkeys(("pre_ln", "post_ln", "lns", "deepnorm"), 405_406_720),
     "sandwich_ln": 405_455_872,
     "keel": 405_454_848,

@@ -26,7 +26,7 @@ from depthjax.train.optimizer import clip, learning_rate, scaled_adamw, update_s
 
 @pytest.mark.parametrize(("steps", "warmup"), [(7600, 760), (50, 5), (10, 0), (10, 10)])
 def test_learning_rate(steps, warmup):
-    """DepthBench, "training recipe", at every 1-based step and beyond the last."""
+    """DepthBench, section 2, at every 1-based step and beyond the last."""
     train = TrainConfig(steps=steps)
 
     def published(k):
@@ -88,7 +88,7 @@ def test_scales_reach_the_parameters_of_other_models():
 
 @pytest.mark.parametrize(("rule", "a"), [(DepthMuP, 0.5), (CompleteP, 1.0)])
 def test_depth_and_width_transfer(rule, a):
-    """DepthBench, 2.11, with L = 12 of 24 layers and D = 32 of 16."""
+    """DepthBench's code, with L = 12 of 24 layers and D = 32 of 16."""
     deep, wide = 12 / 24, 32 / 16
     block_rate = deep ** (a - 1)
     for path, scale in scales_of(rule()).items():
