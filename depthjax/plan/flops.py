@@ -1,6 +1,7 @@
 """Floating-point operations of the model, and the peak rates of known devices.
 
-A multiply-add counts 2; norms, softmax and rotary positions are left out (DepthBench, appendix D). Training counts three forward passes: the backward computes two products for each one.
+A multiply-add counts 2; norms, softmax and rotary positions are left out (DepthBench, appendix D).
+Training counts three forward passes: the backward computes two products for each one.
 """
 
 from depthjax.models import Shape

@@ -101,7 +101,7 @@ def selected_stream(kind: int, streams: int, selected: float, other: float):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class HC(StreamResidual):
-    """Hyper-Connections with dynamic weights (Zhu et al. 2024, arXiv 2409.19606; DepthBench, appendix A).
+    """Hyper-Connections with dynamic weights (Zhu et al. 2024, arXiv 2409.19606).
 
     With n_j the unit-RMS stream j and a_jt = static_alpha_jt + dynamic_alpha_scale
     tanh(n_j . dynamic_alpha_proj_t), t = 0..m: the branch reads sum_j a_j0 H_j, new stream t is

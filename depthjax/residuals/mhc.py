@@ -17,7 +17,7 @@ def sinkhorn(logits: jax.Array, rounds: int, delta: float = 1e-6) -> jax.Array:
     """A doubly stochastic matrix [..., m, m] by alternating normalisation (Sinkhorn & Knopp 1967).
 
     The first round is softmax over rows, then columns; `delta` is added after the softmax and to
-    each sum (the form of the mHC kernels; DepthBench, appendix A). Differentiable through all rounds.
+    each sum (the form of the mHC kernels). Differentiable through all rounds.
     """
     matrix = jax.nn.softmax(logits, axis=-1) + delta
     matrix = matrix / (jnp.sum(matrix, axis=-2, keepdims=True) + delta)

@@ -8,7 +8,7 @@ from depthjax.residuals.pre_ln import PreLN
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PostLN(PreLN):
-    """Post-LN: h <- RMSNorm(h + f(h)) at every sublayer (Vaswani et al. 2017; DepthBench, appendix A).
+    """Post-LN: h <- RMSNorm(h + f(h)) at every sublayer (Vaswani et al. 2017).
 
     Parameters and state as Pre-LN; the final norm stays.
     """

@@ -197,7 +197,7 @@ def attnres(rule, params, branches, x):
 
 
 def joint_attention(layer, x, entries):
-    """Causal attention whose softmax also runs over depth entries (DepthBench, appendix A), head by head.
+    """Causal attention whose softmax also runs over depth entries (MoDA), head by head.
 
     Returns (y, key, value), the key before rotation."""
     query, key, value = (
