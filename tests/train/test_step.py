@@ -109,7 +109,7 @@ def test_all_bfloat16_recipe(small_config):
     assert state.params["embedding"].dtype == jnp.bfloat16
     assert state.params["residual"]["mlp"]["norm"].dtype == jnp.bfloat16
     assert state.params["residual"]["mlp"]["query"].dtype == jnp.float32
-    assert state.opt[0].mu["head"].dtype == state.opt[0].nu["head"].dtype == jnp.bfloat16
+    assert state.opt[1].mu["head"].dtype == state.opt[1].nu["head"].dtype == jnp.bfloat16
     assert np.isfinite(metrics["loss"])
 
 
