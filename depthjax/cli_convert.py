@@ -10,7 +10,7 @@ import tyro
 from flax import nnx
 from rich.console import Console
 
-from depthjax.config import Config, residual_named, suggest
+from depthjax.config import Config, residual_named, suggest, variant_source
 from depthjax.errors import InputError
 from depthjax.interop import (
     DEPTHJAX,
@@ -74,7 +74,7 @@ def _convert(
         difference = largest_difference(plain, model)
         say(f"log-probabilities on random token ids: at most {difference:.1e} apart")
     tensors, values = export(FORMATS[to], ours, model)
-    write_checkpoint(out, tensors, values)
+    write_checkpoint(out, tensors, values, variant_source(ours.model.residual))
     count = sum(leaf.size for leaf in jax.tree.leaves(nnx.state(model, nnx.Param)))
     say(
         f"{out}: {to}, {ours.residual.name}, {ours.shape.layers} layers of width "
@@ -89,11 +89,15 @@ def _read(
     path = pathlib.Path(source)
     if not path.exists():
         raise InputError(f"{source} does not exist: give a checkpoint, a file or a folder")
+    if name is None and _is_ours(config_beside(path)):
+        name = DEPTHJAX.name
     if name == DEPTHJAX.name:
         if config is not None:
             raise InputError(f"--config is {config!r}, but depthjax folders have one: leave it out")
         return trained_model(source, say)
-    file = pathlib.Path(config) if config else config_beside(path)
+    file = config_beside(path) if config is None else pathlib.Path(config)
+    if config is not None and not file.is_file():
+        raise InputError(f"--config is {config!r}, which is no file: give the config of {source}")
     if not file.is_file():
         raise InputError(f"the config of {source} is missing: put it at {file}, or give --config")
     values = read_json(file)
@@ -103,6 +107,14 @@ def _read(
     if format is DEPTHJAX:
         return _read(source, DEPTHJAX.name, config, say)
     return load(format, read_tensors(path), values)
+
+
+def _is_ours(file: pathlib.Path) -> bool:
+    """Whether there is a config of depthjax in `file`."""
+    try:
+        return format_of(read_json(file)) is DEPTHJAX
+    except InputError:
+        return False
 
 
 def _residual(name: str, block_size_sublayers: int | None) -> Residual:

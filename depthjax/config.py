@@ -27,7 +27,8 @@ from depthjax.models import Shape, Transformer, shape_of
 from depthjax.residuals import REGISTRY, PreLN, Residual
 
 OWN_VARIANT = "residual.py"
-"""In a run's directory, the source of a residual connection from outside of depthjax."""
+"""In a run's directory or a model folder, the source of a residual connection from outside of
+depthjax."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -347,6 +348,18 @@ def import_file(path: str | pathlib.Path) -> types.ModuleType:
     sys.modules[spec.name] = module  # dataclasses that it defines look themselves up there
     spec.loader.exec_module(module)
     return module
+
+
+def variant_source(residual: Residual) -> str | None:
+    """The source of the module that defines a residual connection outside of depthjax; None for
+    those of depthjax, and where there is no file of it, as in an interactive session."""
+    module = type(residual).__module__
+    if module.partition(".")[0] == "depthjax":
+        return None
+    try:
+        return inspect.getsource(sys.modules[module])
+    except (OSError, TypeError):
+        return None
 
 
 def with_dials(shape: str | None, residual: str | None, config: Config | None = None) -> Config:

@@ -32,7 +32,8 @@ def with_residual(
     """The model with `residual` in place of its plain stream: the same function, new parameters at
     their init. residual: FullAttnRes, BlockAttnRes or HC; it takes the epsilon of the model.
 
-    Raises InputError for other residual connections on either side.
+    Raises InputError for other residual connections on either side, and for a model with parameters
+    that are not finite.
     """
     if type(config.residual) is not PreLN:
         raise InputError(
@@ -46,13 +47,19 @@ def with_residual(
             f"--to-residual is {residual.name!r}, which would compute another function: choose "
             f"from {names}"
         )
+    trained = dict(nnx.to_flat_state(nnx.state(model, nnx.Param)))
+    for path, leaf in trained.items():
+        if not jnp.all(jnp.isfinite(leaf[...])):
+            raise InputError(
+                f"the checkpoint's parameters are not finite ({'/'.join(path)} is the first with "
+                "nan or inf): give another checkpoint"
+            )
     eps = config.residual.eps
     config = _changed(config, dataclasses.replace(residual, eps=eps))
     if not isinstance(residual, HC):
         mix_eps = _fitted_eps(model, config.residual, eps)
         config = _changed(config, dataclasses.replace(config.model.residual, mix_eps=mix_eps))
     fresh = build_model(config, config.model.vocab)
-    trained = dict(nnx.to_flat_state(nnx.state(model, nnx.Param)))
     state = nnx.to_flat_state(nnx.state(fresh, nnx.Param))
     copied = {path: trained.get(path, leaf) for path, leaf in state}
     nnx.update(fresh, nnx.from_flat_state(copied))
@@ -102,5 +109,10 @@ def _fitted_eps(model: Transformer, residual: Any, eps: float) -> float:
     square = np.concatenate([np.asarray(sublayers), np.asarray(last)[None]]).astype(np.float64)
     weight = np.mean(1 / (square + eps) ** 2, axis=(1, 2))[1:]  # the first read mixes nothing
     sources = np.asarray([float(residual.sources(s)) for s in range(1, len(weight) + 1)])
+    if not np.all(weight > 0):  # nan among them
+        raise InputError(
+            "the checkpoint's residual stream is not finite on random token ids: give another "
+            "checkpoint"
+        )
     fitted = eps * np.sum(sources**2 * weight) / np.sum(sources**4 * weight)
     return float(f"{fitted:.1e}")

@@ -4,7 +4,9 @@ Their Linear weights are [out, in]; ours are [in, out], with heads as an axis of
 """
 
 import dataclasses
-from collections.abc import Mapping
+import functools
+import re
+from collections.abc import Callable, Collection
 from typing import Any
 
 import jax.numpy as jnp
@@ -12,6 +14,7 @@ import numpy as np
 
 from depthjax.config import Config, ModelConfig
 from depthjax.errors import InputError
+from depthjax.interop.keys import choice, epsilon, flag, number, section, whole, wrong
 from depthjax.interop.tensors import (
     Format,
     Tensor,
@@ -66,31 +69,57 @@ _LOGIT_SCALE = {
     "mlp": "blocks.{}.mlp_attnres_logit_scale",
     "final": "final_attnres_logit_scale",
 }
-_ARCHES = {
-    PreLN: "preln",
-    PostLN: "postln",
-    SandwichLN: "sandwich",
-    LNS: "lns",
-    DeepNorm: "deepnorm",
-    Keel: "keel",
-    MoDA: "moda_pre",
-    PostLNMoDA: "moda_post",
-    HC: "hc",
-    MHC: "mhc_liger",
-    MHCNative: "mhc_native",
-    MHCStatic: "mhc_static",
-    FullAttnRes: "attnres_full",
-    BlockAttnRes: "attnres_block",
-    DepthMuP: "depth_mup",
-    CompleteP: "completep",
+_ARCHES: dict[str, type[Residual]] = {
+    "preln": PreLN,
+    "postln": PostLN,
+    "sandwich": SandwichLN,
+    "lns": LNS,
+    "lns_depth": LNS,
+    "deepnorm": DeepNorm,
+    "keel": Keel,
+    "moda_pre": MoDA,
+    "moda_post": PostLNMoDA,
+    "hc": HC,
+    "mhc_liger": MHC,
+    "mhc_native": MHCNative,
+    "mhc_static": MHCStatic,
+    "attnres_full": FullAttnRes,
+    "attnres_block": BlockAttnRes,
+    "depth_mup": DepthMuP,
+    "completep": CompleteP,
 }
-_ABLATIONS = ("logit_scale", "topk", "bias")
-_CONNECTOR = {
-    "sinkhorn_rounds": "sinkhorn_iters",
-    "sinkhorn_tau": "sinkhorn_tau",
-    "sinkhorn_delta": "liger_sinkhorn_eps",
-    "stream_eps": "liger_rms_eps",
+_FIXED = {"lns": {"constant": False}, "lns_depth": {"constant": True}}  # what an arch says besides
+_EXPERIMENTS = {f"attnres_{name}": name for name in ("logit_scale", "topk", "bias")}
+"""Names of Full Attention Residuals with an experiment; that of topk goes on with digits."""
+_SECTIONS = ("hyper_connections", "experimental")
+
+
+def _fraction(values: Values, name: str) -> float | None:
+    return None if values.get(name) is None else number(values, name)
+
+
+_KEYS: dict[str, tuple[str, Callable[[Values, str], Any]]] = {
+    "eps": ("norm_eps", epsilon),
+    "mix_eps": ("attnres_norm_eps", epsilon),
+    "block_size_sublayers": ("attnres_block_size", whole),
+    "base_layers": ("residual_scaling_base_depth", whole),
+    "streams": ("n_streams", whole),
+    "sinkhorn_rounds": ("hyper_connections.sinkhorn_iters", whole),
+    "sinkhorn_tau": ("hyper_connections.sinkhorn_tau", number),
+    "sinkhorn_delta": ("hyper_connections.liger_sinkhorn_eps", epsilon),
+    "stream_eps": ("hyper_connections.liger_rms_eps", epsilon),
+    "logit_scale": ("experimental.logit_scale", functools.partial(flag, default=False)),
+    "topk": ("experimental.topk", _fraction),
+    "bias": ("experimental.bias", functools.partial(flag, default=False)),
 }
+"""A field of a residual connection -> its key in their config (in a section: "section.key"), and
+how that is read."""
+_BESIDE = ("input_ids", "logits", "loss")
+_BESIDE_PREFIXES = (
+    *("grad.", "hidden.", "analysis.", "rederived."),
+    *("attnres.", "hc.", "depth_state.", "readout."),
+)
+"""What a file with their numbers holds besides the state dict."""
 
 
 def _residual_tensor(kind: str, name: str, first_layer: int, size: int, rule: Residual) -> Tensor:
@@ -140,48 +169,40 @@ def tensor_map(shape: Shape, residual: Residual) -> dict[str, Tensor]:
     return tensors
 
 
-def residual_of(config: Mapping[str, Any]) -> Residual:
+def residual_of(config: Values) -> Residual:
     """The residual connection that their config (the dict of a parity JSON file) names."""
-    arch, eps = config["arch"], config["norm_eps"]
-    plain = {
-        "preln": PreLN,
-        "postln": PostLN,
-        "sandwich": SandwichLN,
-        "lns": LNS,
-        "deepnorm": DeepNorm,
-        "keel": Keel,
-        "moda_pre": MoDA,
-        "moda_post": PostLNMoDA,
-    }
-    if arch in plain:
-        return plain[arch](eps=eps)
-    if arch == "lns_depth":
-        return LNS(eps=eps, constant=True)
-    if arch in ("depth_mup", "completep"):
-        scaled = DepthMuP if arch == "depth_mup" else CompleteP
-        return scaled(eps=eps, base_layers=config["residual_scaling_base_depth"])
-    if arch.startswith("attnres"):
-        mix = {"eps": eps, "mix_eps": config["attnres_norm_eps"]}
-        mix |= config.get("experimental") or {}
-        if arch.startswith("attnres_block"):
-            return BlockAttnRes(block_size_sublayers=config["attnres_block_size"], **mix)
-        return FullAttnRes(**mix)
-    streams = {"streams": config["n_streams"], "eps": eps}
-    connector = config["hyper_connections"] or {}
-    rounds = {"sinkhorn_rounds": connector.get("sinkhorn_iters")}
-    if arch == "hc":
-        return HC(**streams)
-    if arch == "mhc_liger":
-        mix = {
-            "sinkhorn_delta": connector["liger_sinkhorn_eps"],
-            "stream_eps": connector["liger_rms_eps"],
-        }
-        return MHC(**streams, **rounds, **mix)
-    if arch == "mhc_native":
-        return MHCNative(**streams, **rounds)
-    if arch == "mhc_static":
-        return MHCStatic(**streams, **rounds, sinkhorn_tau=connector["sinkhorn_tau"])
-    raise InputError(f"arch is {arch!r}, which depthjax does not know")
+    arch = config["arch"]
+    if isinstance(arch, str):
+        arch = re.sub(r"(?<=^attnres_topk)\d+$", "", arch)
+    arch = choice({"arch": arch}, "arch", [*_ARCHES, *_EXPERIMENTS])
+    kind, experiment = _ARCHES.get(arch, FullAttnRes), _EXPERIMENTS.get(arch)
+    flat = dict(config)
+    for name in _SECTIONS:
+        flat |= section(config, name)
+    fields = {field.name for field in dataclasses.fields(kind)}
+    keys = {name: key for name, key in _KEYS.items() if name in fields}
+    _check_experiments(flat, {key for key, _ in keys.values()}, arch)
+    if kind is FullAttnRes and config.get("attnres_block_size", 1) not in (1, None):
+        size = config["attnres_block_size"]
+        raise wrong("attnres_block_size", size, f"give 1 with arch {arch}, or arch attnres_block")
+    options = {name: read(flat, key) for name, (key, read) in keys.items()}
+    if experiment and not options[experiment]:
+        key, value = f"experimental.{experiment}", options[experiment]
+        raise wrong(key, value, f"arch {arch} needs it, so set it or give arch attnres_full")
+    return kind(**options, **_FIXED.get(arch, {}))
+
+
+def _check_experiments(flat: Values, known: Collection[str], arch: str) -> None:
+    """Raises InputError for an experiment that is not known, or not to this arch."""
+    possible = [key for key, _ in _KEYS.values() if key.startswith("experimental.")]
+    for key, value in flat.items():
+        if not key.startswith("experimental."):
+            continue
+        if key not in possible:
+            names = ", ".join(name.partition(".")[2] for name in possible)
+            raise wrong(key, value, f"the keys of experimental can only be {names}")
+        if value and key not in known:
+            raise wrong(key, value, f"leave it out, arch {arch} has no such experiment")
 
 
 def _ours(values: Values) -> Config:
@@ -189,13 +210,13 @@ def _ours(values: Values) -> Config:
     return Config(
         model=ModelConfig(
             shape="custom",
-            layers=values["n_layers"],
-            width=values["d_model"],
-            heads=values["n_heads"],
-            kv_heads=values["n_kv_heads"],
-            mlp_width=values["d_ff"],
-            vocab=values["vocab_size"],
-            rope_theta=float(values["rope_theta"]),
+            layers=whole(values, "n_layers"),
+            width=whole(values, "d_model"),
+            heads=whole(values, "n_heads"),
+            kv_heads=whole(values, "n_kv_heads"),
+            mlp_width=whole(values, "d_ff"),
+            vocab=whole(values, "vocab_size"),
+            rope_theta=number(values, "rope_theta"),
             residual=residual_of(values),
         )
     )
@@ -213,44 +234,38 @@ def _theirs(config: Config) -> dict[str, Any]:
         "d_ff": shape.mlp_width,
         "vocab_size": config.model.vocab,
         "rope_theta": config.model.rope_theta,
-        "norm_eps": residual.eps,
     }
 
 
 def _arch(residual: Residual) -> dict[str, Any]:
-    """The part of their config that names the residual connection: `residual_of` backwards."""
-    if type(residual) not in _ARCHES:
+    """The part of their config that says the residual connection: `residual_of` backwards."""
+    for arch, kind in _ARCHES.items():
+        fixed = _FIXED.get(arch, {})
+        if type(residual) is kind and all(getattr(residual, n) == v for n, v in fixed.items()):
+            break
+    else:
         raise InputError(
             f"model.residual is {residual.name!r}, which DepthBench has no name for: "
             "choose another format with --to"
         )
-    values: dict[str, Any] = {"arch": _ARCHES[type(residual)]}
-    if isinstance(residual, LNS) and residual.constant:
-        values["arch"] = "lns_depth"
-    if isinstance(residual, FullAttnRes | BlockAttnRes):
-        ablations = {name: getattr(residual, name, None) for name in _ABLATIONS}
-        values |= {
-            "attnres_block_size": residual.block,
-            "attnres_norm_eps": residual.mix_eps,
-            "experimental": {name: value for name, value in ablations.items() if value} or None,
-        }
-    if isinstance(residual, DepthMuP):
-        values["residual_scaling_base_depth"] = residual.base_layers
-    if isinstance(residual, HC | MHC | MHCNative | MHCStatic):
-        connector = {
-            theirs: getattr(residual, ours)
-            for ours, theirs in _CONNECTOR.items()
-            if hasattr(residual, ours)
-        }
-        values |= {"n_streams": residual.streams, "hyper_connections": connector}
+    values: dict[str, Any] = {"arch": arch}
+    if kind is FullAttnRes:
+        values["attnres_block_size"] = residual.block
+    for field in dataclasses.fields(residual):
+        key, _ = _KEYS.get(field.name, (None, None))
+        value = getattr(residual, field.name)
+        if key is None or (key.startswith("experimental.") and not value):
+            continue
+        of, _, inner = key.rpartition(".")
+        (values.setdefault(of, {}) if of else values)[inner] = value
     return values
 
 
 def _claims(name: str) -> bool:
-    """Whether a name belongs to a state dict: others, such as gradients in a fixture, are ignored,
-    and so are the branches that HC's state dicts list a second time."""
-    prefixes = ("blocks.", "embeddings.", "lm_head.", "res_", "final_")
-    return name.startswith(prefixes) and "_connection.branch." not in name
+    """Whether a name has to belong to the model: not the numbers of a fixture, and not the branches
+    that HC's state dicts list a second time."""
+    beside = name in _BESIDE or name.startswith(_BESIDE_PREFIXES)
+    return not beside and "_connection.branch." not in name
 
 
 DEPTHBENCH = Format("depthbench", "arch", _ours, _theirs, tensor_map, _claims)
@@ -259,10 +274,10 @@ DEPTHBENCH = Format("depthbench", "arch", _ours, _theirs, tensor_map, _claims)
 def from_depthbench(tensors: Tensors, config: Values, *, dtype: Any = jnp.float32) -> Transformer:
     """The authors' checkpoint as a model; `model(input_ids)` returns float32 logits [B, T, V].
 
-    tensors: their state-dict names -> arrays; names outside a state dict are ignored. config: arch,
-    n_layers, d_model, n_heads, n_kv_heads, d_ff, vocab_size, rope_theta, norm_eps, and what the
-    architecture needs besides. Raises InputError that names the key which is missing, or lists the
-    tensors which are missing, left over or of another shape.
+    tensors: their state-dict names -> arrays; numbers of a fixture beside them are ignored. config:
+    arch, n_layers, d_model, n_heads, n_kv_heads, d_ff, vocab_size, rope_theta, norm_eps, and what
+    the architecture needs besides. Raises InputError that names the key which is missing, or lists
+    the tensors which are missing, left over or of another shape.
     """
     ours = read_config(DEPTHBENCH, config)
     model = dataclasses.replace(ours.model, dtype=jnp.dtype(dtype).name)

@@ -15,6 +15,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
+from depthjax.config import OWN_VARIANT
 from depthjax.data.files import partial_path, publish
 from depthjax.errors import InputError
 from depthjax.interop.tensors import Tensors
@@ -54,7 +55,11 @@ def _read_folder(folder: pathlib.Path) -> dict[str, np.ndarray]:
         if not (folder / _SINGLE).is_file():
             raise InputError(f"{folder} holds no checkpoint: give a folder with {_SINGLE}")
         return _read_safetensors(folder / _SINGLE)
-    places = read_json(index).get("weight_map", {})
+    places = read_json(index).get("weight_map")
+    if not isinstance(places, dict) or not all(isinstance(p, str) for p in places.values()):
+        raise InputError(
+            f"{index} has no weight_map that says the file of each tensor by name: get it again"
+        )
     tensors: dict[str, np.ndarray] = {}
     for shard in sorted(set(places.values())):
         if not (folder / shard).is_file():
@@ -126,6 +131,8 @@ def read_json(path: pathlib.Path) -> dict[str, Any]:
         values = json.loads(path.read_text())
     except (OSError, ValueError) as error:
         raise InputError(f"{path} cannot be read as JSON ({error})") from error
+    except RecursionError as error:
+        raise InputError(f"{path} cannot be read as JSON (it is nested too deeply)") from error
     if not isinstance(values, dict):
         raise InputError(f"{path} holds no JSON object: give a config with its keys")
     return values
@@ -152,13 +159,21 @@ def check_free(out: str | pathlib.Path) -> None:
         _torch(out)
 
 
-def write_checkpoint(out: str | pathlib.Path, tensors: Tensors, values: dict[str, Any]) -> None:
-    """Tensors and config: two files where `out` ends in .safetensors or .pt, else a folder.
+def write_checkpoint(
+    out: str | pathlib.Path, tensors: Tensors, values: dict[str, Any], source: str | None = None
+) -> None:
+    """Tensors and config: two files where `out` ends in .safetensors or .pt, else a folder. source:
+    that of a residual connection from outside of depthjax, which is kept in the folder.
 
     All of it appears at once, or nothing does; nothing is overwritten (InputError).
     """
     out = pathlib.Path(out)
     check_free(out)
+    if source is not None and _is_file_name(out):
+        raise InputError(
+            f"{out} is to be a file, but the source of the residual connection has to be kept "
+            "beside it: give the name of a folder"
+        )
     out.parent.mkdir(parents=True, exist_ok=True)
 
     def save(path: pathlib.Path, kind: str) -> None:
@@ -175,6 +190,8 @@ def write_checkpoint(out: str | pathlib.Path, tensors: Tensors, values: dict[str
         folder.mkdir()
         save(folder / _SINGLE, _SAFE)
         describe(folder / _CONFIG)
+        if source is not None:
+            (folder / OWN_VARIANT).write_text(source, encoding="utf-8")
 
     _appear({out: fill})
 

@@ -1,14 +1,15 @@
 """depthjax's own format: a model folder, `config.json` beside `model.safetensors`.
 
-The config is that of a run as JSON, its `model.vocab` filled in; tensors have the paths of our
-parameters ("attention/query"), with rows for the layers stacked as the model holds them.
+The config is that of a run as JSON, its `model.vocab` filled in. Tensors have the paths of our
+parameters ("attention/query"), with rows for the layers stacked as the model holds them. The source
+of a residual connection from outside of depthjax lies beside them, as in a run's directory.
 """
 
 import dataclasses
 import pathlib
 from typing import Any
 
-from depthjax.config import Config, RunConfig, from_dict, to_dict
+from depthjax.config import OWN_VARIANT, Config, RunConfig, from_dict, from_json, to_dict
 from depthjax.errors import InputError
 from depthjax.interop.files import read_json, read_tensors
 from depthjax.interop.tensors import BRANCHES, Format, Tensor, Tensors, read_config
@@ -47,6 +48,8 @@ def read_folder(path: str | pathlib.Path) -> tuple[Config, Tensors]:
             f"{path} is no model folder: it has no {TENSOR_FILE} (`depthjax convert` writes one)"
         )
     try:
+        if file.with_name(OWN_VARIANT).is_file():
+            from_json(file)  # registers the residual connection that is defined there
         return read_config(DEPTHJAX, read_json(file)), read_tensors(path)
     except InputError as error:
         raise InputError(f"{path} is no model folder that can be read: {error}") from error

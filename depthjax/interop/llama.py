@@ -12,6 +12,7 @@ import numpy as np
 
 from depthjax.config import Config, ModelConfig
 from depthjax.errors import InputError
+from depthjax.interop.keys import epsilon, number, section, whole, wrong
 from depthjax.interop.tensors import BRANCHES, Format, Tensor, Tensors, Values, linear
 from depthjax.models import Shape
 from depthjax.residuals import BlockAttnRes, FullAttnRes, PreLN, Residual
@@ -69,29 +70,31 @@ def _tensors(shape: Shape, residual: Residual) -> dict[str, Tensor]:
 
 def _rope_theta(values: Values) -> float:
     """The base of the rotary frequencies, in the older or the newer spelling; only unscaled."""
-    rope = values.get("rope_parameters") or values.get("rope_scaling") or {}
-    kind = rope.get("rope_type", rope.get("type", "default"))
+    name = "rope_parameters" if values.get("rope_parameters") else "rope_scaling"
+    rope = section(values, name)
+    kind = rope.get(f"{name}.rope_type", rope.get(f"{name}.type", "default"))
     if kind != "default":
-        raise InputError(
-            f"rope_scaling is {kind!r}: depthjax has unscaled rotary positions, so give a "
-            "checkpoint without it"
+        raise wrong(
+            name, kind, "depthjax has unscaled rotary positions, so give a checkpoint without it"
         )
-    return float(rope.get("rope_theta", values.get("rope_theta", 10_000.0)))
+    inner = f"{name}.rope_theta"
+    return number(rope, inner) if inner in rope else number(values, "rope_theta", 10_000.0)
 
 
 def _shared(values: Values, kind: str, residual: Residual) -> Config:
     """Their config as ours; InputError for what would be another network here."""
     if values.get("model_type", kind) != kind:
-        raise InputError(f"model_type is {values['model_type']!r}: give a checkpoint of {kind}")
+        raise wrong("model_type", values["model_type"], f"give a checkpoint of {kind}")
     wanted = _ARCHITECTURES[kind]
     if values.get("architectures") not in (None, [wanted]):
-        raise InputError(f"architectures is {values['architectures']}: give one of [{wanted!r}]")
+        raise wrong("architectures", values["architectures"], f"give one of [{wanted!r}]")
     theta = _rope_theta(values)
     for name, right in (_ONLY | {"quantization_config": None}).items():
         if name != "rope_scaling" and values.get(name, right) not in (right, None):
-            raise InputError(f"{name} is {values[name]!r}: depthjax can only take {right!r}")
-    width, heads = values["hidden_size"], values["num_attention_heads"]
-    size = values.get("head_dim") or width // heads
+            raise wrong(name, values[name], f"depthjax can only take {right!r}")
+    given = {name: value for name, value in values.items() if value is not None}
+    width, heads = whole(values, "hidden_size"), whole(values, "num_attention_heads")
+    size = whole(given, "head_dim", max(1, width // heads))
     if size * heads != width:
         raise InputError(
             f"head_dim is {size}, but hidden_size {width} over num_attention_heads {heads} gives "
@@ -100,13 +103,13 @@ def _shared(values: Values, kind: str, residual: Residual) -> Config:
     return Config(
         model=ModelConfig(
             shape="custom",
-            layers=values["num_hidden_layers"],
+            layers=whole(values, "num_hidden_layers"),
             width=width,
             heads=heads,
-            kv_heads=values.get("num_key_value_heads") or heads,
-            mlp_width=values["intermediate_size"],
-            vocab=values["vocab_size"],
-            context=min(values.get("max_position_embeddings", _LONGEST), _LONGEST),
+            kv_heads=whole(given, "num_key_value_heads", heads),
+            mlp_width=whole(values, "intermediate_size"),
+            vocab=whole(values, "vocab_size"),
+            context=min(whole(values, "max_position_embeddings", _LONGEST), _LONGEST),
             rope_theta=theta,
             residual=residual,
         )
@@ -114,7 +117,7 @@ def _shared(values: Values, kind: str, residual: Residual) -> Config:
 
 
 def _eps(values: Values) -> float:
-    return values.get("rms_norm_eps", 1e-6)
+    return epsilon(values, "rms_norm_eps", 1e-6)
 
 
 def _llama_ours(values: Values) -> Config:
@@ -145,11 +148,11 @@ def _llama_theirs(config: Config, kind: str = _PLAIN) -> dict[str, Any]:
 
 def _kimi_ours(values: Values) -> Config:
     size, eps = values[_BLOCK], _eps(values)
-    mix = {"eps": eps, "mix_eps": values.get("attn_res_norm_eps", eps)}
+    mix = {"eps": eps, "mix_eps": epsilon(values, "attn_res_norm_eps", eps)}
     if size == _FULL:
         return _shared(values, _MIXED, FullAttnRes(**mix))
-    if not isinstance(size, int) or size < 1:
-        raise InputError(f"{_BLOCK} is {size!r}: give a number of layers or {_FULL!r}")
+    if type(size) is not int or size < 1:
+        raise wrong(_BLOCK, size, f"give a number of layers or {_FULL!r}")
     return _shared(values, _MIXED, BlockAttnRes.of_layers(size, **mix))
 
 

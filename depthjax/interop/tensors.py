@@ -18,6 +18,8 @@ from depthjax.residuals import Residual
 Tensors = Mapping[str, np.ndarray]
 Values = Mapping[str, Any]
 
+_LISTED = 10  # faults of a checkpoint that are spelt out
+
 BRANCHES = tuple(
     f"{branch}/{name}"
     for branch, names in {
@@ -113,8 +115,8 @@ def read_config(format: Format, values: Values) -> Config:
         config = format.ours(values).check()
         if config.model.vocab is None:
             raise KeyError("model.vocab")
-    except InputError:
-        raise
+    except InputError as error:
+        raise InputError(f"in the {format.name} config, {error}") from error
     except KeyError as error:
         raise InputError(
             f"the config has no {error.args[0]!r}, which a {format.name} config needs: add it"
@@ -127,12 +129,13 @@ def read_config(format: Format, values: Values) -> Config:
 def load(format: Format, tensors: Tensors, values: Values) -> tuple[Config, Transformer]:
     """Their checkpoint as config and model, bf16 if all of it is that may be, else fp32.
 
-    Raises InputError for a config that depthjax has no counterpart of, and one that lists every
-    tensor which is missing, left over or of another shape.
+    Raises InputError for a config that depthjax has no counterpart of, and one that lists the
+    tensors which are missing, left over or of another shape.
     """
     config = read_config(format, values)
     wanted = format.tensors(config.shape, config.residual)
     tensors = format.arrange(tensors, values)
+    _check_layers(config, wanted, tensors)
     half = _in_dtype(config, "bfloat16")
     kinds = {
         tensors[name].dtype
@@ -187,9 +190,10 @@ def fill(
 ) -> Transformer:
     """The model of a config (which says its vocabulary) with the numbers in `tensors`.
 
-    Raises InputError, `trouble` and after it every tensor that is missing, left over, of another
-    shape, or no float.
+    Raises InputError, `trouble` and after it the tensors that are missing, left over, of another
+    shape, or no float, the first few of them by name.
     """
+    _check_layers(config, wanted, tensors)
     layers = config.shape.layers
     graph, state = _abstract(config)
     known = {name for tensor in wanted.values() for name in tensor.names(layers)}
@@ -210,8 +214,21 @@ def fill(
             value = np.stack(parts) if tensor.by_layer else parts[0]
             filled[path] = leaf.replace(jnp.array(value, leaf.dtype))
     if faults:
-        raise InputError(f"{trouble}: {'; '.join(faults)}")
+        more = len(faults) - _LISTED
+        listed = [*faults[:_LISTED], *([f"and {more} more"] if more > 0 else [])]
+        raise InputError(f"{trouble}: {'; '.join(listed)}")
     return nnx.merge(graph, nnx.from_flat_state(filled))
+
+
+def _check_layers(config: Config, wanted: Mapping[str, Tensor], tensors: Tensors) -> None:
+    """Raises InputError where each layer has tensors of its own, and there are not even as many
+    tensors as layers: the missing ones would be too many to list."""
+    layers = config.shape.layers
+    if layers > len(tensors) and any(tensor.by_layer for tensor in wanted.values()):
+        raise InputError(
+            f"the config says {layers} layers, but the checkpoint has {len(tensors)} tensors in "
+            "all: correct the number of layers, or give the whole checkpoint"
+        )
 
 
 def _fault(tensors: Tensors, name: str, shape: tuple[int, ...]) -> str | None:

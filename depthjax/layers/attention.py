@@ -24,7 +24,7 @@ def _joint_attention(
     depth_value: jax.Array,
     count: jax.Array | int,
 ) -> jax.Array:
-    """One softmax over the causal sequence and the token's own depth entries (MoDA; DepthBench).
+    """One softmax over the causal sequence and the token's own depth entries (DepthBench).
 
     query: [B, T, H, E]; key, value: [B, T, K, E]; depth_key, depth_value: [N, B, T, K, E], of which
     the first `count` are live. Result [B, T, H, E]. Holds the [B, H, T, T + N] weights.

@@ -1,20 +1,17 @@
 """The run directory: its lock, its origin, and what may not change in it."""
 
-import contextlib
 import dataclasses
 import errno
 import importlib.metadata
-import inspect
 import json
 import os
 import pathlib
 import platform
 import subprocess
-import sys
 import time
 from typing import Any
 
-from depthjax.config import OWN_VARIANT, Config, flatten, from_json, to_dict
+from depthjax.config import OWN_VARIANT, Config, flatten, from_json, to_dict, variant_source
 from depthjax.data.files import write_atomically
 from depthjax.errors import InputError
 
@@ -72,11 +69,9 @@ class RunDirectory:
         """Saves the resolved config, and beside it versions and commit, and the source of a
         residual connection that is defined outside of depthjax."""
         self._write("config.json", to_dict(config))
-        variant = type(config.model.residual)
-        if not variant.__module__.startswith("depthjax."):
-            with contextlib.suppress(OSError, TypeError):  # defined in a session, without a file
-                source = inspect.getsource(sys.modules[variant.__module__])
-                write_atomically(self.path / OWN_VARIANT, source.encode())
+        source = variant_source(config.model.residual)
+        if source is not None:
+            write_atomically(self.path / OWN_VARIANT, source.encode())
         environment = {
             "packages": {name: importlib.metadata.version(name) for name in PACKAGES},
             "python": platform.python_version(),

@@ -100,3 +100,16 @@ def test_what_would_change_the_function_is_refused():
     config = small_config(PostLN())
     with pytest.raises(InputError, match=r"'post_ln': only a pre_ln checkpoint"):
         with_residual(config, build_model(config, 31), FullAttnRes())
+
+
+@pytest.mark.parametrize("value", [jnp.nan, jnp.inf])
+def test_parameters_that_are_not_finite_are_named(value):
+    config = small_config(layers=2)
+    model = build_model(config, 31)
+    model.embedding[...] = 1e30 * jnp.ones_like(model.embedding[...])
+    with pytest.raises(InputError, match="residual stream is not finite on random token ids"):
+        with_residual(config, model, FullAttnRes())
+    model.head[...] = model.head[...].at[3, 4].set(value)
+    for residual in (FullAttnRes(), HC()):
+        with pytest.raises(InputError, match=r"parameters are not finite \(head is the first"):
+            with_residual(config, model, residual)

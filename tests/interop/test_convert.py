@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 import pathlib
 import shutil
 
@@ -11,16 +12,25 @@ from safetensors.numpy import save_file
 from small_models import assert_same, parameters, random_model, small_config
 
 from depthjax.cli import main
-from depthjax.config import Config, DataConfig, RunConfig, TrainConfig, import_file
+from depthjax.config import Config, DataConfig, RunConfig, TrainConfig, import_file, variant_source
 from depthjax.errors import InputError
 from depthjax.interop import FORMATS, export, write_checkpoint
-from depthjax.residuals import FullAttnRes
+from depthjax.residuals import REGISTRY, FullAttnRes
 from depthjax.train import train
 from depthjax.train.evaluate import evaluate_run
 from depthjax.train.source import trained_model
 from depthjax.train.step import Program
 
 PARITY = pathlib.Path(__file__).parent.parent / "parity"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cache(tmp_path_factory):
+    """One cache for these tests, unless there is one already."""
+    with pytest.MonkeyPatch.context() as patch:
+        if "DEPTHJAX_CACHE" not in os.environ:
+            patch.setenv("DEPTHJAX_CACHE", str(tmp_path_factory.mktemp("cache")))
+        yield
 
 
 @pytest.fixture(autouse=True)
@@ -99,7 +109,8 @@ def test_block_size_and_config_elsewhere(capsys, fixture):
         (["plain.safetensors", "out", "--from", "llama"], ["'hidden_size'", "add it"]),
         (["plain.safetensors", "out", "--form", "llama"], ["form"]),
         (["plain.safetensors", "out", "--config", "empty.json"], ["does not tell", "--from"]),
-        (["plain.safetensors", "out", "--config", "no.json"], ["no.json"]),
+        (["plain.safetensors", "out", "--config", "no.json"], ["--config is 'no.json'", "no file"]),
+        (["plain.safetensors", "out", "--config", ""], ["--config is ''", "no file"]),
         (["plain.safetensors", "out", "--to", "kimi_k3"], ["pre_ln", "Kimi K3"]),
         (["plain.safetensors", "out", "--to-residual", "highway"], ["highway"]),
         (["plain.safetensors", "out", "--to-residual", "lns"], ["'lns'", "full_attnres"]),
@@ -119,6 +130,48 @@ def test_bad_arguments(capsys, monkeypatch, fixture, arguments, words):
     message = refused(capsys, *arguments)
     assert all(word in message for word in words), message
     assert not pathlib.Path("out").exists()
+
+
+@pytest.mark.parametrize("config", ["nowhere.json", "plain.json", ""])
+def test_a_folder_of_depthjax_has_its_config(capsys, fixture, config):
+    pathlib.Path("run").mkdir()
+    pathlib.Path("run/config.json").write_text('{"model": {}}')
+    message = refused(capsys, "run", "out", "--config", config)
+    assert f"--config is '{config}', but depthjax folders have one: leave it out" in message
+
+
+MINE = """
+import dataclasses
+from depthjax.residuals import PreLN
+
+@dataclasses.dataclass(frozen=True)
+class Mine(PreLN):
+    name = "mine"
+    gain: float = 2.0
+"""
+
+
+def test_a_residual_connection_from_elsewhere_goes_along(capsys, tmp_path):
+    """From a folder that has its source, in which it is found again each time."""
+    source = tmp_path / "mine.py"
+    source.write_text(MINE)
+    config = small_config(import_file(source).Mine(gain=3.0), layers=2)
+    tensors, values = export(FORMATS["depthjax"], config, random_model(config))
+    write_checkpoint("one", tensors, values, variant_source(config.residual))
+    source.unlink()
+    for given, out in (("one", "two"), ("two", "three")):
+        del REGISTRY["mine"]
+        assert "mine, 2 layers" in converted(capsys, given, out)
+    del REGISTRY["mine"]
+    config, model = trained_model("three", print)
+    assert config.residual.gain == 3.0
+    assert pathlib.Path("three/residual.py").read_text() == MINE
+    assert {name for name, value in parameters(model).items()} == tensors.keys()
+    for name in ("depthbench", "llama", "kimi_k3"):
+        assert "'mine'" in refused(capsys, "three", "out", "--to", name)
+    pathlib.Path("three/residual.py").write_text("nonsense(")
+    del REGISTRY["mine"]
+    assert "three/config.json cannot be read" in refused(capsys, "three", "out")
 
 
 def test_hyperparameters_without_blocks(capsys, fixture):

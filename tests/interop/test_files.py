@@ -86,11 +86,26 @@ def test_what_is_no_checkpoint(tmp_path, name, words):
         read_tensors(tmp_path / name)
 
 
-@pytest.mark.parametrize("text", ["[1]", "{", ""])
+@pytest.mark.parametrize("text", ["[1]", "{", "", "[" * 100_000])
 def test_what_is_no_config(tmp_path, text):
     (tmp_path / "a.json").write_text(text)
     with pytest.raises(InputError, match=r"a\.json"):
         files.read_json(tmp_path / "a.json")
+
+
+@pytest.mark.parametrize("index", ["{}", '{"weight_map": ["a"]}', '{"weight_map": {"a": 1}}'])
+def test_what_is_no_index(tmp_path, index):
+    (tmp_path / "model.safetensors.index.json").write_text(index)
+    with pytest.raises(InputError, match=r"index\.json has no weight_map that says"):
+        read_tensors(tmp_path)
+
+
+def test_source_of_a_residual_connection(tmp_path):
+    write_checkpoint(tmp_path / "out", TENSORS, {}, "x = 1\n")
+    assert (tmp_path / "out" / "residual.py").read_text() == "x = 1\n"
+    with pytest.raises(InputError, match="give the name of a folder"):
+        write_checkpoint(tmp_path / "a.safetensors", TENSORS, {}, "x = 1\n")
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
 def test_torch_file_without_torch(tmp_path, monkeypatch):
