@@ -98,6 +98,9 @@ def test_what_a_run_leaves(uninterrupted):
         "name": "block_attnres",
         "eps": 1e-6,
         "mix_eps": 1e-6,
+        "logit_scale": False,
+        "topk": None,
+        "bias": False,
         "block_size_sublayers": 3,
     }
     assert "jax" in json.loads((run_dir / "environment.json").read_text())["packages"]
