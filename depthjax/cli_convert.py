@@ -19,6 +19,7 @@ from depthjax.interop import (
     config_beside,
     export,
     format_of,
+    is_file_name,
     largest_difference,
     load,
     read_json,
@@ -66,6 +67,8 @@ def _convert(
         raise InputError("IN or OUT is empty: give a file or a folder")
     if to_residual is None and block_size_sublayers is not None:
         raise InputError("--block-size-sublayers is of use with --to-residual alone: give that too")
+    if to == DEPTHJAX.name and is_file_name(pathlib.Path(out)):
+        raise InputError(f"OUT is {out!r}, but depthjax's own format is a folder: name one")
     check_free(out)
     ours, model = _read(source, from_, config, say)
     if to_residual is not None:

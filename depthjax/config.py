@@ -16,6 +16,7 @@ import pathlib
 import sys
 import types
 import typing
+import zlib
 from collections.abc import Mapping
 from typing import Any, Literal
 
@@ -285,8 +286,16 @@ def _check_types(config: Any, prefix: str = "") -> None:
                 raise InputError(f"{name} is {value!r}: give a {hint.__name__}")
             _check_types(value, f"{name}.")
         elif not _is_of(value, hint):
-            wanted = getattr(hint, "__name__", str(hint)).replace("typing.", "")
-            raise InputError(f"{name} is {value!r}: give {wanted}, finite and below 2^31 in size")
+            raise InputError(f"{name} is {value!r}: give {_wanted(hint)}")
+
+
+def _wanted(hint: Any) -> str:
+    """The type of a field, in words."""
+    if typing.get_origin(hint) is Literal:
+        return "one of " + ", ".join(typing.get_args(hint))
+    text = getattr(hint, "__name__", str(hint)) if not typing.get_args(hint) else str(hint)
+    numeric = {int, float} & {hint, *typing.get_args(hint)}
+    return f"{text}, finite and below 2^31 in size" if numeric else text
 
 
 def _is_of(value: Any, hint: Any) -> bool:
@@ -341,7 +350,8 @@ def import_file(path: str | pathlib.Path) -> types.ModuleType:
     """The Python file at `path` as a module; what it defines, such as residual connections, is
     registered. InputError where it does not end in .py; else raises what the file raises."""
     file = pathlib.Path(path)
-    spec = importlib.util.spec_from_file_location(f"depthjax_config_{file.stem}", file)
+    unique = zlib.crc32(str(file.absolute()).encode())  # files of one name stay apart
+    spec = importlib.util.spec_from_file_location(f"depthjax_config_{file.stem}_{unique:x}", file)
     if spec is None or spec.loader is None:
         raise InputError(f"config file {path} is no Python file: give one that ends in .py")
     module = importlib.util.module_from_spec(spec)

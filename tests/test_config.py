@@ -159,7 +159,7 @@ CUSTOM = {"shape": "custom", "layers": 2, "width": 64, "heads": 4, "mlp_width": 
         ("model", {"init_std": float("inf")}, "model.init_std is inf: give float, finite"),
         ("model", {"residual": BlockAttnRes(eps=float("nan"))}, "model.residual.eps is nan: give"),
         ("model", {"residual": "pre_ln"}, "model.residual is 'pre_ln': give a Residual"),
-        ("model", {"dtype": "float8"}, "model.dtype is 'float8': give "),
+        ("model", {"dtype": "float8"}, "model.dtype is 'float8': give one of bfloat16, float32"),
         ("train", {"steps": "2"}, "train.steps is '2': give int"),
         ("train", {"steps": 2.5}, "train.steps is 2.5: give int"),
         ("train", {"steps": 10**20}, "train.steps is 1000+: give int"),

@@ -6,6 +6,7 @@ from depthjax.interop.depthbench import DEPTHBENCH, from_depthbench, to_depthben
 from depthjax.interop.files import (
     check_free,
     config_beside,
+    is_file_name,
     read_json,
     read_tensors,
     write_checkpoint,
@@ -36,6 +37,7 @@ __all__ = [
     "format_of",
     "from_depthbench",
     "function_fields",
+    "is_file_name",
     "is_model_folder",
     "largest_difference",
     "load",

@@ -141,17 +141,18 @@ def read_json(path: pathlib.Path) -> dict[str, Any]:
 def config_beside(path: str | pathlib.Path) -> pathlib.Path:
     """Where the config of a checkpoint lives: in its folder, or under its name with .json."""
     path = pathlib.Path(path)
-    return path.with_suffix(".json") if _is_file_name(path) else path / _CONFIG
+    return path.with_suffix(".json") if is_file_name(path) else path / _CONFIG
 
 
-def _is_file_name(path: pathlib.Path) -> bool:
+def is_file_name(path: pathlib.Path) -> bool:
+    """Whether a checkpoint at `path` is a file of tensors; else it is a folder."""
     return path.is_file() or (path.suffix in (_SAFE, *_TORCH) and not path.is_dir())
 
 
 def check_free(out: str | pathlib.Path) -> None:
     """Raises InputError where a checkpoint written to `out` would overwrite something."""
     out = pathlib.Path(out)
-    places = (out, config_beside(out)) if _is_file_name(out) else (out,)
+    places = (out, config_beside(out)) if is_file_name(out) else (out,)
     for place in places:
         if place.exists() or place.is_symlink():
             raise InputError(f"{place} exists already: remove it, or give another name")
@@ -169,7 +170,7 @@ def write_checkpoint(
     """
     out = pathlib.Path(out)
     check_free(out)
-    if source is not None and _is_file_name(out):
+    if source is not None and is_file_name(out):
         raise InputError(
             f"{out} is to be a file, but the source of the residual connection has to be kept "
             "beside it: give the name of a folder"
@@ -182,7 +183,7 @@ def write_checkpoint(
     def describe(path: pathlib.Path) -> None:
         path.write_text(json.dumps(values, indent=2) + "\n")
 
-    if _is_file_name(out):
+    if is_file_name(out):
         _appear({out: lambda path: save(path, out.suffix), config_beside(out): describe})
         return
 

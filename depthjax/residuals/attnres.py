@@ -132,7 +132,7 @@ class _AttnRes(Residual):
         at their right ends (the next attention's, or the final one) are exchanged instead."""
         attention, final = params["attention"], params["final"]
         swapped = {kind: swap_rows(params[kind], i, j) for kind in KINDS}
-        for name in final.keys() & set(MIXER):
+        for name in (name for name in MIXER if name in attention):
             rows = jnp.concatenate([attention[name], final[name][None]])
             rows = swap_rows(rows, i + 1, j + 1)
             swapped["attention"][name], final = rows[:-1], {**final, name: rows[-1]}

@@ -116,7 +116,8 @@ def test_block_size_and_config_elsewhere(capsys, fixture):
         (["plain.safetensors", "out", "--to-residual", "lns"], ["'lns'", "full_attnres"]),
         (["plain.safetensors", "out", "--block-size-sublayers", "2"], ["--to-residual"]),
         (["plain.safetensors", "there"], ["there exists already"]),
-        (["plain.safetensors", "there/plain.pt"], ["torch"]),
+        (["plain.safetensors", "there/plain.pt", "--to", "depthbench"], ["torch"]),
+        (["plain.safetensors", "two.safetensors"], ["OUT is 'two.safetensors'", "a folder"]),
         (["there", "out"], ["there/config.json", "--config"]),
         (["there", "out", "--from", "depthjax"], ["there is no run directory"]),
         (["there", "out", "--from", "depthjax", "--config", "plain.json"], ["leave it out"]),
@@ -172,6 +173,16 @@ def test_a_residual_connection_from_elsewhere_goes_along(capsys, tmp_path):
     pathlib.Path("three/residual.py").write_text("nonsense(")
     del REGISTRY["mine"]
     assert "three/config.json cannot be read" in refused(capsys, "three", "out")
+
+
+def test_files_of_one_name_stay_apart(tmp_path):
+    """Two folders, each with a residual connection of its own, in one process."""
+    sources = MINE, MINE.replace("mine", "yours").replace("Mine", "Yours")
+    for i, source in enumerate(sources):
+        (tmp_path / f"{i}").mkdir()
+        (tmp_path / f"{i}" / "residual.py").write_text(source)
+        import_file(tmp_path / f"{i}" / "residual.py")
+    assert tuple(variant_source(REGISTRY[name]()) for name in ("mine", "yours")) == sources
 
 
 def test_hyperparameters_without_blocks(capsys, fixture):
