@@ -37,7 +37,7 @@ def config(shape: str = "400m-L32", residual: str = "pre_ln") -> Config:
             shape=shape,
             residual=VARIANTS.get(residual) or residual_named(residual),
             context=2048,
-            remat=True,
+            remat="layer",
         ),
         data=DataConfig(dir="data/fineweb-edu", tokenizer="neox"),
         train=TrainConfig(

@@ -18,7 +18,7 @@ def config() -> Config:
             residual=BlockAttnRes(),
             context=128,
             dtype="float32",
-            remat=True,  # on a CPU, moving activations costs more than computing them again
+            remat="layer",  # on a CPU, moving activations costs more than computing them again
         ),
         data=DataConfig(tokenizer="bpe8k"),
         train=TrainConfig(steps=200, batch=16, peak_lr=4e-3),

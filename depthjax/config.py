@@ -24,7 +24,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from depthjax.errors import InputError
-from depthjax.models import Shape, Transformer, shape_of
+from depthjax.models import Remat, Shape, Transformer, shape_of
 from depthjax.residuals import REGISTRY, PreLN, Residual
 
 OWN_VARIANT = "residual.py"
@@ -63,8 +63,12 @@ class ModelConfig:
     """Of activations and products."""
     param_dtype: Literal["bfloat16", "float32"] = "float32"
     """Of the parameters that the optimizer updates."""
-    remat: bool = False
-    """Recompute each layer in the backward pass instead of keeping its activations."""
+    remat: Literal["none", "dots", "sublayer", "layer", "group"] = "none"
+    """What the backward pass computes again: none (nothing in the branches), dots (all but their
+    matrix products), sublayer or layer (all from the state in front of each), group (all from the
+    state in front of a few layers). Reads over the depth are computed again with any of them."""
+    remat_group: int | None = None
+    """Layers in a group of remat group; None: the square root of their number, rounded."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -209,6 +213,7 @@ class Config:
         at_least = {
             "model.context": (model.context, 2),
             "model.vocab": (model.vocab, 2),
+            "model.remat_group": (model.remat_group, 1),
             "train.steps": (train.steps, 1),
             "train.batch": (train.batch, 1),
             "train.accumulate": (train.accumulate, 1),
@@ -247,6 +252,11 @@ class Config:
                 f"train.batch is {train.batch}, which train.accumulate {train.accumulate} does not "
                 "divide"
             )
+        if model.remat_group is not None and model.remat != "group":
+            raise InputError(
+                f"model.remat_group is {model.remat_group}, which model.remat {model.remat} does not "
+                "use: leave it out, or take model.remat group"
+            )
         return self
 
     def check_devices(self, devices: int) -> None:
@@ -262,6 +272,7 @@ class Config:
 def build_model(config: Config, vocab: int) -> Transformer:
     """The freshly initialised network of a config."""
     model = config.model
+    group = model.remat_group or round(math.sqrt(config.shape.layers))
     return Transformer(
         config.shape,
         vocab,
@@ -270,7 +281,7 @@ def build_model(config: Config, vocab: int) -> Transformer:
         init_std=model.init_std,
         dtype=jnp.dtype(model.dtype),
         param_dtype=jnp.dtype(model.param_dtype),
-        remat=model.remat,
+        remat=Remat(model.remat, group),
         rngs=nnx.Rngs(model.init_seed),
     )
 

@@ -194,7 +194,7 @@ def test_kv_heads_override_a_named_shape():
         ({"train": TrainConfig(batch=64)}, "train.batch: 32 -> 64"),
         ({"train": TrainConfig(steps=9, peak_lr=1.0)}, None),
         ({"run": RunConfig(dir="elsewhere", log_every=3)}, None),
-        ({"model": ModelConfig(dtype="float32", remat=True)}, None),
+        ({"model": ModelConfig(dtype="float32", remat="layer")}, None),
     ],
 )
 def test_what_may_change_in_a_run(change, fixed):

@@ -1,7 +1,17 @@
 """Array functions that carry the cost of depth. They know no module, no config and no mesh."""
 
+from depthjax.kernels.depth_gather import gather_rows, mix_rows
 from depthjax.kernels.depth_mix import depth_mix, depth_weights
+from depthjax.kernels.depth_read import depth_read
 from depthjax.kernels.layer_norm import layer_norm
 from depthjax.kernels.rms_norm import rms_norm
 
-__all__ = ["depth_mix", "depth_weights", "layer_norm", "rms_norm"]
+__all__ = [
+    "depth_mix",
+    "depth_read",
+    "depth_weights",
+    "gather_rows",
+    "layer_norm",
+    "mix_rows",
+    "rms_norm",
+]

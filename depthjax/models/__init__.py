@@ -1,6 +1,7 @@
 """Backbones under the residual protocol. No variant is named here."""
 
+from depthjax.models.keep import POLICIES, Remat
 from depthjax.models.shapes import SHAPES, Shape, shape_of
 from depthjax.models.transformer import Transformer
 
-__all__ = ["SHAPES", "Shape", "Transformer", "shape_of"]
+__all__ = ["POLICIES", "SHAPES", "Remat", "Shape", "Transformer", "shape_of"]

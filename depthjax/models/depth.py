@@ -1,91 +1,71 @@
-"""The loop over depth: read -> branch -> write for 2L sublayers, as one scan or unrolled."""
+"""The loop over depth: begin, then read -> branch -> write for 2 L sublayers, then finish."""
 
-from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from depthjax.residuals import ATTENTION, KINDS, MLP, Residual, append
-from depthjax.residuals.base import State
-
-Branch = Callable[[Any, jax.Array, Any], tuple[jax.Array, Any]]
-Observer = Callable[[Residual, Any, Any, Any, Any], Any]
-
-
-@jax.custom_vjp
-def tap(y: jax.Array, meter: jax.Array) -> jax.Array:
-    """y itself; the cotangent of the scalar `meter` is the sum of squares of the cotangent of y."""
-    return y
-
-
-def _tap_forward(y, meter):
-    return y, None
-
-
-def _tap_backward(_, cotangent):
-    wide = cotangent.astype(jnp.promote_types(cotangent.dtype, jnp.float32))
-    return cotangent, jnp.sum(wide * wide).astype(jnp.float32)
-
-
-tap.defvjp(_tap_forward, _tap_backward)
+from depthjax.models.keep import KEEP_ALL, Remat
+from depthjax.models.pull import scan_by_pull
+from depthjax.models.sublayers import LayerParams, Sublayers
+from depthjax.models.vjp import scan_layers
+from depthjax.residuals import KINDS
 
 
 def run_depth(
-    rule: Residual,
-    branches: tuple[Branch, Branch],
+    sublayers: Sublayers,
     residual_params: dict[str, Any],
     branch_params: tuple[Any, Any],
-    state: State,
+    embedding: jax.Array,
     *,
     layers: int,
+    remat: Remat = KEEP_ALL,
     unroll: bool = False,
-    remat: bool = False,
     skip: jax.Array | int | None = None,
     meters: jax.Array | None = None,
-    observer: Observer | None = None,
-) -> tuple[State, Any]:
-    """Takes the depth state through all layers.
+) -> tuple[jax.Array, Any]:
+    """From the embedding [..., D] to what the head reads [..., D], and what was observed.
 
-    residual_params: {"attention", "mlp"} of arrays [L, ...]; branch_params: one pytree of arrays
-    [L, ...] a kind; branches: functions (params of one layer, x, ctx) -> (y, aux).
-    unroll: a Python loop over layers instead of a scan. remat: recompute each layer in the backward
-    pass. skip: leave out this layer (may be traced). meters: [L, 2] zeros, whose gradient is the
-    sum of squares of the gradient at each branch output. observer: called before each read as
-    observer(rule, params, carry, history, s); what it returns is stacked to [2L, ...]. Returns the
-    state before the final read, and the observations (None without an observer).
+    residual_params: {"attention", "mlp"} of arrays [L, ...], and {"final"}; branch_params: one
+    pytree of arrays [L, ...] a kind. remat: what the backward pass recomputes. unroll: a Python
+    loop over layers instead of a scan, differentiated plainly. skip: leave out this layer (may be
+    traced; differentiated plainly). meters: [L, 2] zeros, whose gradient is the sum of squares of
+    the gradient at each branch output. Observed: (of the 2 L sublayers, stacked [2 L, ...]; of the
+    final read, s = None); None without an observer; no gradient comes from it.
     """
-
-    def layer(state: State, inputs):
-        index, residual, branch, meter = inputs
-        before, (carry, history), seen = state, state, []
-        for kind in (ATTENTION, MLP):
-            s, params = 2 * index + kind, residual[KINDS[kind]]
-            if observer is not None:
-                seen.append(observer(rule, params, carry, history, s))
-            x, ctx, carry, history = rule.read(params, carry, history, s)
-            y, aux = branches[kind](branch[kind], x, ctx)
-            if meter is not None:
-                y = tap(y, meter[kind])
-            carry, appended = rule.write(params, carry, y, aux, s)
-            history = append(history, appended)
-        after = (carry, history)
-        if skip is not None:
-            skipped = rule.skip(before, after, 2 * index)
-            after = jax.tree.map(lambda a, b: jnp.where(index == skip, a, b), skipped, after)
-        return after, jax.tree.map(lambda *both: jnp.stack(both), *seen) if seen else None
-
-    if remat:
-        layer = jax.checkpoint(layer, prevent_cse=unroll)
-    per_layer = {kind: residual_params[kind] for kind in KINDS}
-    inputs = (jnp.arange(layers, dtype=jnp.int32), per_layer, branch_params, meters)
-    if unroll:
-        seen = []
-        for index in range(layers):
-            _, *rest = jax.tree.map(lambda leaf: leaf[index], inputs)  # noqa: B023
-            state, observed = layer(state, (index, *rest))
-            seen.append(observed)
-        observed = jax.tree.map(lambda *all_layers: jnp.stack(all_layers), *seen)
+    rule, final = sublayers.rule, residual_params["final"]
+    params = LayerParams({k: residual_params[k] for k in KINDS}, branch_params, meters)
+    plain = unroll or skip is not None
+    pull = None if plain else rule.pull()
+    if pull is not None:
+        return scan_by_pull(sublayers, pull, params, final, embedding, remat)
+    state = rule.begin(embedding, layers)
+    if plain:
+        state, seen = _loop(sublayers, params, state, layers, unroll, skip)
     else:
-        state, observed = jax.lax.scan(layer, state, inputs)
-    return state, jax.tree.map(lambda leaf: leaf.reshape(2 * layers, *leaf.shape[2:]), observed)
+        state, seen = scan_layers(sublayers, params, state, 0, remat)
+    if sublayers.observer is not None:
+        seen = seen, sublayers.observer(rule, final, *state, None)
+    return rule.finish(final, *state), seen
+
+
+def _loop(sublayers: Sublayers, params: LayerParams, state, layers: int, unroll: bool, skip):
+    """(state, observed) behind all layers, as JAX itself differentiates them."""
+
+    def layer(state, inputs):
+        index, params = inputs
+        after, seen = sublayers.layer(params, state, index)
+        if skip is not None:
+            skipped = sublayers.rule.skip(state, after, 2 * index)
+            after = jax.tree.map(lambda a, b: jnp.where(index == skip, a, b), skipped, after)
+        return after, seen
+
+    inputs = (jnp.arange(layers, dtype=jnp.int32), params)
+    if not unroll:
+        state, seen = jax.lax.scan(layer, state, inputs)
+        return state, jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), seen)
+    observed = []
+    for index in range(layers):
+        state, seen = layer(state, (index, jax.tree.map(lambda leaf: leaf[index], params)))  # noqa: B023
+        observed.append(seen)
+    return state, jax.tree.map(lambda *all_layers: jnp.concatenate(all_layers), *observed)

@@ -8,8 +8,10 @@ from flax import nnx
 
 from depthjax.layers import Attention, SwiGLU, stack
 from depthjax.layers.init import truncated_normal
-from depthjax.models.depth import Observer, run_depth
+from depthjax.models.depth import run_depth
+from depthjax.models.keep import KEEP_ALL, Remat
 from depthjax.models.shapes import Shape
+from depthjax.models.sublayers import Observer, Sublayers
 from depthjax.residuals import Residual, ResidualModule, swap_rows
 
 
@@ -23,7 +25,7 @@ class Transformer(nnx.Module):
     depth.
 
     unroll: a Python loop over the layers instead of a scan (slow to compile; for debugging).
-    remat: recompute each layer's activations in the backward pass instead of keeping them.
+    remat: what the backward pass computes again instead of keeping it, see `models.Remat`.
     """
 
     def __init__(
@@ -37,7 +39,7 @@ class Transformer(nnx.Module):
         dtype: Any = jnp.float32,
         param_dtype: Any = jnp.float32,
         unroll: bool = False,
-        remat: bool = False,
+        remat: Remat = KEEP_ALL,
         rngs: nnx.Rngs,
     ):
         self.shape, self.vocab, self.dtype = shape, vocab, dtype
@@ -98,24 +100,18 @@ class Transformer(nnx.Module):
         def branch(graph):
             return lambda state, x, ctx: nnx.merge(graph, state)(x, ctx)
 
-        embedded = self.embedding[...].astype(self.dtype)[input_ids]
-        (carry, history), seen = run_depth(
-            rule,
-            (branch(graphs[0]), branch(graphs[1])),
+        branches = (branch(graphs[0]), branch(graphs[1]))
+        return run_depth(
+            Sublayers(rule, branches, observer),
             params,
             branch_params,
-            rule.begin(embedded, self.shape.layers),
+            self.embedding[...].astype(self.dtype)[input_ids],
             layers=self.shape.layers,
-            unroll=self.unroll,
             remat=self.remat,
+            unroll=self.unroll,
             skip=skip,
             meters=meters,
-            observer=observer,
         )
-        if observer is not None:
-            last = observer(rule, params["final"], carry, history, None)
-            seen = (seen, last)
-        return rule.finish(params["final"], carry, history), seen
 
     def logits(self, features: jax.Array) -> jax.Array:
         """fp32 [B, T, V] from features [B, T, D]."""

@@ -20,7 +20,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from depthjax.kernels import depth_mix, depth_weights
+from depthjax.kernels import (
+    depth_mix,
+    depth_read,
+    depth_weights,
+    gather_rows,
+    mix_rows,
+    rms_norm,
+)
+from depthjax.kernels.rms_norm import at_least_float32
 from depthjax.residuals.base import KINDS, Parameter, Residual, empty_history, swap_rows
 
 MIXER = ("query", "key_scale", "logit_scale", "source_bias")
@@ -96,9 +104,17 @@ class _AttnRes(Residual):
         return (history, query, params["key_scale"]), shared
 
     def read(self, params, carry, history, s):
-        sources, options = self._sources(params, carry, history, s)
-        x = depth_mix(*sources, **options, output_scale=params["norm"])
+        x, history = self._mix(params, carry, history, s)
         return x, None, {**carry, "bypass": jnp.bool_(False)}, history
+
+    def _mix(self, params, carry, history, s):
+        """(normalised mixture, history) of reader s; None: the final one."""
+        sources, options = self._sources(params, carry, history, s)
+        if self.logit_scale or self.bias or self.topk is not None:
+            return depth_mix(*sources, **options, output_scale=params["norm"]), history
+        newest, count, eps = (options[name] for name in ("newest", "count", "eps"))
+        mixture, history = depth_read(history, newest, _direction(params), count, eps)
+        return _normalized(mixture, params, eps, newest), history
 
     def write(self, params, carry, y, aux, s):
         boundary = s % self.block == 0
@@ -106,9 +122,12 @@ class _AttnRes(Residual):
         appended = (carry["open"], carry["count"], boundary)
         return {**carry, "open": opened, "count": carry["count"] + boundary}, appended
 
+    def pull(self):
+        options = self.logit_scale or self.bias or self.topk is not None
+        return _Pull(self.eps, self.mix_eps) if self.block == 1 and not options else None
+
     def finish(self, params, carry, history):
-        sources, options = self._sources(params, carry, history, None)
-        return depth_mix(*sources, **options, output_scale=params["norm"])
+        return self._mix(params, carry, history, None)[0]
 
     def stream(self, carry):
         return carry["open"]
@@ -141,6 +160,42 @@ class _AttnRes(Residual):
     def flops_per_token(self, layers, width):
         """4 D a source, for its logit and its share of the sum; 1 + ceil(s / b) sources at s."""
         return 4 * width * sum(self.sources(s) for s in range(1, 2 * layers + 1))
+
+
+def _direction(params) -> jax.Array:
+    """Query times key scale, [..., D] in at least fp32."""
+    return at_least_float32(params["query"]) * at_least_float32(params["key_scale"])
+
+
+def _normalized(mixture, params, eps, like) -> jax.Array:
+    """The norm that follows a mixture, rounded once, to the dtype of `like`."""
+    return rms_norm(mixture, params["norm"], eps).astype(like.dtype)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Pull:
+    """Full Attention Residuals over one buffer: row i is source i, and each reader sees all."""
+
+    eps: float
+    mix_eps: float
+
+    def directions(self, residual, final):
+        directions = [_direction(residual[kind]) for kind in KINDS]  # [L, D] each
+        stacked = jnp.stack(directions, axis=1).reshape(-1, directions[0].shape[-1])
+        return jnp.concatenate([stacked, _direction(final)[None]])
+
+    def mix(self, rows, s, direction):
+        return mix_rows(rows, s + 1, direction, self.mix_eps)
+
+    def normalize(self, params, mixture, s, like):
+        return _normalized(mixture, params, jnp.where(s == 0, self.eps, self.mix_eps), like)
+
+    def gather(self, rows, index, last, directions, lse, delta):
+        return gather_rows(rows, index, last, directions, lse, delta, self.mix_eps)
+
+    def state(self, rows, s):
+        newest = jax.lax.dynamic_index_in_dim(rows, s, 0, keepdims=False)
+        return {"open": newest, "count": jnp.int32(s), "bypass": jnp.bool_(False)}, rows[:-1]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

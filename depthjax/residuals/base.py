@@ -46,7 +46,7 @@ import copy
 import dataclasses
 import math
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -85,6 +85,35 @@ class UpdateScale:
     rate: float = 1.0
     eps: float = 1.0
     decay: float = 1.0
+
+
+class Pull(Protocol):
+    """A variant whose every sublayer output is a row that all later reads mix, for a backward pass
+    in one buffer.
+
+    The buffer [2 L + 1, ..., D] holds the embedding in row 0 and the output of sublayer s in row
+    s + 1; reader s mixes rows 0..s, the final reader is number 2 L. Going backward, a row whose own
+    cotangent has been gathered from its readers is not needed any more: the cotangent of the read
+    in front of that sublayer takes its place. Mixtures and gathered cotangents are in at least
+    fp32, and so are lse and delta [2 L + 1, ...].
+    """
+
+    def directions(self, residual: Mapping[str, Any], final: Any) -> jax.Array:
+        """[2 L + 1, D]: what the readers look for, of the parameters of all layers."""
+
+    def mix(self, rows: jax.Array, s, direction: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """(mixture [..., D], log-sum-exp [...]) of reader s."""
+
+    def normalize(self, params: Any, mixture: jax.Array, s, like: jax.Array) -> jax.Array:
+        """What reader s makes of its mixture: the input of sublayer s in the dtype of `like`."""
+
+    def gather(self, rows, index, last, directions, lse, delta) -> tuple[jax.Array, jax.Array]:
+        """(cotangent [..., D] of row `index`, its share in those of the directions). rows: behind
+        `index`, row j + 1 holds the cotangent of mixture j; last: that of the final reader. delta:
+        product of each mixture and its cotangent."""
+
+    def state(self, rows: jax.Array, s) -> State:
+        """The depth state in front of reader s, for an observer."""
 
 
 REGISTRY: dict[str, type["Residual"]] = {}
@@ -171,6 +200,10 @@ class Residual:
     def finish(self, params, carry, history) -> jax.Array:
         """What the LM head reads, [..., D]: the final read and the final norm."""
         raise NotImplementedError
+
+    def pull(self) -> "Pull | None":
+        """How the backward pass over the depth may do with one buffer; None: it needs two."""
+        return None
 
     def stream(self, carry) -> jax.Array:
         """The running state [..., D] whose size by depth is logged."""

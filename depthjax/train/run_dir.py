@@ -20,7 +20,7 @@ PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "nump
 # What a checkpoint cannot be loaded into, or where the order of the data or the start of the run
 # would silently change.
 _FIXED = ("model.", "data.tokenizer", "data.seed", "train.batch", "train.beta", "train.init_from")
-_FREE = ("model.remat", "model.dtype", "model.init_std", "model.init_seed")
+_FREE = ("model.remat", "model.remat_group", "model.dtype", "model.init_std", "model.init_seed")
 
 
 class RunDirectory:

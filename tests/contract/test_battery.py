@@ -12,7 +12,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from naive import NAIVE
 
-from depthjax.models import Shape, Transformer
+from depthjax.models import Remat, Shape, Transformer
 from depthjax.plan import forward_flops_per_token
 from depthjax.residuals import (
     KINDS,
@@ -166,7 +166,13 @@ def test_scan_equals_naive_loop_in_float64(rule):
 def test_scan_equals_unrolled_and_rematerialised(rule):
     ids = tokens()
     value, gradients = loss_and_gradients(build(rule), ids)
-    for options in ({"unroll": True}, {"remat": True}):
+    for options in (
+        {"unroll": True},
+        {"remat": Remat("layer")},
+        {"remat": Remat("sublayer")},
+        {"remat": Remat("dots")},
+        {"remat": Remat("group", 2)},
+    ):
         other, other_gradients = loss_and_gradients(build(rule, **options), ids)
         np.testing.assert_allclose(value, other, rtol=1e-6)
         assert_close(other_gradients, gradients)

@@ -1,0 +1,68 @@
+"""The backward pass of Full Attention Residuals from one buffer: each source gathers its cotangent.
+
+Reader j mixes sources 0..j of a stack (see `depth_read` for the equations). Going backward, source
+i is complete once all its readers j >= i are, and then its row is needed no more: the cotangent
+c of the reader that follows it takes its place. So one buffer of 2 L + 1 rows serves both passes.
+With a_ji the weight of source i in reader j, kept as a log-sum-exp, and delta_j = c_j . z_j,
+
+    g_ji = a_ji (c_j . v_i - delta_j)
+    dv_i = sum_j a_ji c_j + rho_i (sum_j g_ji u_j - n_i sum_j g_ji e_ji / D)
+    du_j = sum over tokens and i of g_ji n_i
+"""
+
+import jax
+import jax.numpy as jnp
+
+from depthjax.kernels.depth_read import live_rows, over_prefix, score
+from depthjax.kernels.rms_norm import at_least_float32
+
+
+def mix_rows(rows, count, direction, eps) -> tuple[jax.Array, jax.Array]:
+    """(mixture [..., D], log-sum-exp [...]), in at least fp32, of the first `count` of rows
+    [N, ..., D] under direction [D]. Has no gradient of its own."""
+
+    def make(size):
+        def mix(rows):
+            v, live = live_rows(rows, size, count)
+            logits = jnp.where(live[..., 0], score(v, direction, eps)[0], -jnp.inf)
+            lse = jax.nn.logsumexp(logits, axis=0)
+            return jnp.sum(jnp.exp(logits - lse)[..., None] * v, axis=0), lse
+
+        return mix
+
+    return over_prefix(rows.shape[0], count, make, rows)
+
+
+def gather_rows(rows, index, last, directions, lse, delta, eps) -> tuple[jax.Array, jax.Array]:
+    """(dv [..., D], du [N, D]) of source `index`, in at least fp32; du: its share in those of all
+    readers.
+
+    rows: [N, ..., D], the sources 0..index, and behind them in row j + 1 the cotangent of reader
+    j's mixture, for j = index..N-2; last: [..., D], that of the last reader, N - 1. directions:
+    [N, D]; lse, delta: [N, ...], of the readers; entries of readers before `index` are not used.
+    """
+    readers, width = rows.shape[0], rows.shape[-1]
+    v = at_least_float32(jax.lax.dynamic_index_in_dim(rows, index, 0, keepdims=False))
+    rho = jax.lax.rsqrt(jnp.mean(v * v, axis=-1) + eps)
+    # fp32 products: the matrix unit would round both sides to bf16, and exp would amplify that.
+    e = jnp.einsum("...d,jd->j...", v, directions, precision="high") * rho
+    reads = (jnp.arange(readers) >= index).reshape(-1, *[1] * rho.ndim)
+    a = jnp.where(reads, jnp.exp(jnp.where(reads, e - lse, 0)), 0)
+
+    def make(size):
+        def gather(rows):
+            c, a_stored = at_least_float32(rows[readers - size :]), a[readers - 1 - size : -1]
+            dots = jnp.sum(c * v, axis=-1)
+            dots = jnp.pad(dots, [(readers - 1 - size, 0)] + [(0, 0)] * (dots.ndim - 1))
+            return jnp.sum(a_stored[..., None] * c, axis=0), dots
+
+        return gather
+
+    dv, dots = over_prefix(readers - 1, readers - 1 - index, make, rows)
+    last = at_least_float32(last)
+    dots = jnp.concatenate([dots, jnp.sum(last * v, axis=-1)[None]])
+    g = jnp.where(reads, a * (dots - delta), 0)
+    along = jnp.einsum("j...,jd->...d", g, directions, precision="high")
+    radial = (rho * jnp.sum(g * e, axis=0) / width)[..., None] * v
+    dv = dv + a[-1][..., None] * last + rho[..., None] * (along - radial)
+    return dv, jnp.einsum("j...,...d->jd", g * rho, v, precision="high")

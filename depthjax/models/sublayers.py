@@ -1,0 +1,133 @@
+"""One sublayer of a stack: read -> branch -> write."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from depthjax.residuals import ATTENTION, KINDS, MLP, Residual, append
+from depthjax.residuals.base import State
+
+Branch = Callable[[Any, jax.Array, Any], tuple[jax.Array, Any]]
+Observer = Callable[[Residual, Any, Any, Any, Any], Any]
+
+
+class LayerParams(NamedTuple):
+    """What one layer reads; stacked along a leading axis [L, ...] for a scan over layers."""
+
+    residual: dict[str, Any]
+    """{"attention", "mlp"}: parameters and constants of the residual connection."""
+    branch: tuple[Any, Any]
+    """Parameters of the two branches."""
+    meters: jax.Array | None = None
+    """[2] zeros, whose gradient is the sum of squares of the gradient at each branch output."""
+
+
+@jax.custom_vjp
+def tap(y: jax.Array, meter: jax.Array) -> jax.Array:
+    """y itself; the cotangent of the scalar `meter` is the sum of squares of the cotangent of y."""
+    return y
+
+
+def _tap_forward(y, meter):
+    return y, None
+
+
+def _tap_backward(_, cotangent):
+    wide = cotangent.astype(jnp.promote_types(cotangent.dtype, jnp.float32))
+    return cotangent, jnp.sum(wide * wide).astype(jnp.float32)
+
+
+tap.defvjp(_tap_forward, _tap_backward)
+
+
+@dataclasses.dataclass(frozen=True)
+class Sublayers:
+    """The functions that a stack of layers is made of.
+
+    rule: the residual connection. branches: (attention, MLP), each (params of one layer, x, ctx) ->
+    (y, aux). observer: called before each read as observer(rule, params, carry, history, s).
+    """
+
+    rule: Residual
+    branches: tuple[Branch, Branch]
+    observer: Observer | None = None
+
+    def read(self, kind: int, params: LayerParams, carry, history, s):
+        return self.rule.read(params.residual[KINDS[kind]], carry, history, s)
+
+    def branch(self, kind: int, params: LayerParams, x, ctx):
+        y, aux = self.branches[kind](params.branch[kind], x, ctx)
+        return (y if params.meters is None else tap(y, params.meters[kind])), aux
+
+    def write(self, kind: int, params: LayerParams, carry, y, aux, s):
+        return self.rule.write(params.residual[KINDS[kind]], carry, y, aux, s)
+
+    def observe(self, kind: int, params: LayerParams, carry, history, s) -> Any:
+        if self.observer is None:
+            return None
+        return self.observer(self.rule, params.residual[KINDS[kind]], carry, history, s)
+
+    def sublayer(self, kind: int, params: LayerParams, state: State, s) -> State:
+        """The state after sublayer s."""
+        x, ctx, carry, history = self.read(kind, params, *state, s)
+        y, aux = self.branch(kind, params, x, ctx)
+        carry, appended = self.write(kind, params, carry, y, aux, s)
+        return carry, append(history, appended)
+
+    def layer(self, params: LayerParams, state: State, index) -> tuple[State, Any]:
+        """The state after layer `index`, and what was observed of its two sublayers, [2, ...]."""
+        seen = []
+        for kind in (ATTENTION, MLP):
+            s = 2 * index + kind
+            seen.append(self.observe(kind, params, *state, s))
+            state = self.sublayer(kind, params, state, s)
+        return state, jax.tree.map(lambda *both: jnp.stack(both), *seen)
+
+
+def differentiable(tree: Any) -> Any:
+    """The tree with None in place of all that has no gradient (integers, flags, keys)."""
+    return jax.tree.map(lambda x: x if _is_inexact(x) else None, tree)
+
+
+def combine(some: Any, others: Any) -> Any:
+    """The leaves of `some`, and those of `others` where it has None."""
+    return jax.tree.map(
+        lambda a, b: b if a is None else a, some, others, is_leaf=lambda x: x is None
+    )
+
+
+def vjp(f: Callable, *args: Any) -> tuple[Any, Callable]:
+    """`jax.vjp` in the differentiable leaves of the arguments and of the result alone: the pullback
+    takes a cotangent with None in place of the others and returns a tuple of such trees. It is a
+    pytree, whose leaves are what it keeps of the forward pass."""
+    varied = differentiable(args)
+
+    def narrow(varied):
+        result = f(*combine(varied, args))
+        return differentiable(result), result
+
+    _, pullback, result = jax.vjp(narrow, varied, has_aux=True)
+    return result, _Pullback(pullback)
+
+
+@jax.tree_util.register_pytree_node_class
+class _Pullback:
+    def __init__(self, pullback: Callable):
+        self.pullback = pullback
+
+    def __call__(self, cotangent: Any) -> tuple:
+        return self.pullback(cotangent)[0]
+
+    def tree_flatten(self):
+        return (self.pullback,), None
+
+    @classmethod
+    def tree_unflatten(cls, _, children):
+        return cls(*children)
+
+
+def _is_inexact(x: Any) -> bool:
+    return jnp.issubdtype(x.dtype if hasattr(x, "dtype") else jnp.result_type(x), jnp.inexact)
