@@ -24,7 +24,7 @@ MAY_IMPORT = {
     "config": {"models", "residuals", "errors"},
     "plan": {"config", "data", "models", "residuals", "errors"},
     "interop": {"config", "data", "models", "residuals", "errors"},
-    "train": {"interop", "config", "data", "models", "plan", "residuals", "errors"},
+    "train": {"interop", "config", "data", "models", "plan", "residuals", "kernels", "errors"},
     "overrides": {"config", "errors"},
     "cli_data": {"overrides", "data", "errors"},
     "cli_convert": {"overrides", "interop", "train", "config", "models", "residuals", "errors"},

@@ -1,24 +1,26 @@
-"""Next-token cross entropy."""
+"""Next-token cross entropy, without all the logits at once."""
 
+import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import optax
 
+from depthjax.kernels.over_batch import batch_axes, over_batch
+from depthjax.kernels.rms_norm import at_least_float32
 from depthjax.models import Transformer
 
+CHUNK_LOGITS = 2**28
+"""Most logits that a device holds at a time: 4096 tokens of 50,280 ids, say. Fewer save little
+memory, and each chunk reads the head and adds to its gradient once more."""
 
-def next_token_losses(
-    model: Transformer, input_ids: jax.Array, **options: Any
-) -> tuple[jax.Array, Any]:
-    """fp32 [B, T - 1]: -log p(token t + 1 | tokens 0..t) of input_ids int32 [B, T], and what the
-    observer saw; options as in `Transformer.features`. The last position, which predicts nothing,
-    gets no logits.
-    """
-    features, seen = model.features(input_ids, **options)
-    logits = model.logits(features[:, :-1])
-    return optax.softmax_cross_entropy_with_integer_labels(logits, input_ids[:, 1:]), seen
+
+def mean_loss(model: Transformer, input_ids: jax.Array, **options: Any) -> tuple[jax.Array, Any]:
+    """fp32 []: the mean of -log p(token t + 1 | tokens 0..t) over all B (T - 1) predictions of
+    input_ids int32 [B, T], and what the observer saw; options as in `Transformer.features`."""
+    batch, length = input_ids.shape
+    share = 1 / (batch * (length - 1))
+    return _weighted_loss(model, input_ids, jnp.full(batch, length), share, **options)
 
 
 def summed_loss(model: Transformer, input_ids: jax.Array, lengths: jax.Array) -> jax.Array:
@@ -26,6 +28,120 @@ def summed_loss(model: Transformer, input_ids: jax.Array, lengths: jax.Array) ->
 
     A row of n tokens has n - 1 predictions; a row of length 0 none.
     """
-    losses, _ = next_token_losses(model, input_ids)
-    predicted = jnp.arange(1, input_ids.shape[1])[None] < lengths[:, None]
-    return jnp.sum(jnp.where(predicted, losses, 0.0))
+    return _weighted_loss(model, input_ids, lengths, 1.0)[0]
+
+
+def _weighted_loss(model, input_ids, lengths, weight, **options):
+    features, seen = model.features(input_ids, **options)
+    predicted = jnp.arange(1, input_ids.shape[1] + 1)[None] < lengths[:, None]
+    wide = at_least_float32(features).dtype
+    weights = jnp.where(predicted, jnp.asarray(weight, wide), 0)
+    targets = jnp.roll(input_ids, -1, axis=1)
+    return cross_entropy(features, model.head[...], targets, weights), seen
+
+
+def cross_entropy(
+    features: jax.Array,
+    head: jax.Array,
+    targets: jax.Array,
+    weights: jax.Array,
+    chunks: int | None = None,
+) -> jax.Array:
+    """sum_bt weights[b, t] (logsumexp(z_bt) - z_bt[targets[b, t]]) with z = features @ head.
+
+    features: [B, T, D]; head: [D, V], cast to the dtype of the features, in which the products are
+    taken; targets: int [B, T]; weights: fp32 [B, T]. Result [], in fp32 or wider, and so are the
+    softmax and the sum over tokens of the head's gradient.
+
+    The sequence is cut into `chunks` (None: so few that one has at most `CHUNK_LOGITS` logits on a
+    device), and only one chunk's logits [B, T / chunks, V] exist at a time. Differentiated, the
+    forward pass takes the gradient of each chunk while it has the logits, so that no logit is
+    computed twice; the backward pass only scales it. Under a mesh (`jax.set_mesh`) each device
+    takes its own rows, and the head's gradient is summed over devices once. A head divided over
+    its ids stays so. Raises ValueError for fewer than one chunk.
+    """
+    batch, length = targets.shape
+    if chunks is None:
+        chunks = chunk_count(batch, length, head.shape[1])
+    if chunks < 1:
+        raise ValueError(f"chunks is {chunks}: give at least 1")
+    return _cross_entropy(min(chunks, length), features, head, targets, weights)
+
+
+def chunk_count(batch: int, length: int, vocab: int) -> int:
+    """Chunks of a sequence: the fewest with at most CHUNK_LOGITS logits on a device, and a divisor
+    of the length if one is less than twice as many."""
+    mesh = jax.sharding.get_abstract_mesh()
+    for axis in batch_axes(batch):
+        batch //= mesh.shape[axis]
+    least = min(length, -(-batch * length * vocab // CHUNK_LOGITS))
+    return next((n for n in range(least, 2 * least) if length % n == 0), least)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _cross_entropy(chunks, features, head, targets, weights):
+    return _chunked(chunks, False, features, head, targets, weights)[0]
+
+
+def _forward(chunks, features, head, targets, weights):
+    loss, *gradients = _chunked(chunks, True, features, head, targets, weights)
+    return loss, gradients
+
+
+def _backward(chunks, gradients, cotangent):
+    of_features, of_head, losses = gradients
+    scaled = [(g * cotangent).astype(g.dtype) for g in (of_features, of_head, losses)]
+    return scaled[0], scaled[1], None, scaled[2]
+
+
+_cross_entropy.defvjp(_forward, _backward)
+
+
+def _chunked(chunks, differentiate, features, head, targets, weights):
+    """(loss,), or (loss, its gradients by features and head, the loss of each token [B, T])."""
+    results = (False, True, False, True) if differentiate else (False,)
+    local = functools.partial(_local, chunks, differentiate)
+    arguments = (True, False, True, True)
+    return over_batch(local, len(targets), arguments, results)(features, head, targets, weights)
+
+
+def _local(chunks, differentiate, axes, features, head, targets, weights):
+    """`_chunked` on the rows of one device; `axes` hold the others."""
+    length, matrix = targets.shape[1], head.astype(features.dtype)
+    wide = jnp.promote_types(features.dtype, jnp.float32)
+    size = -(-length // chunks)
+
+    def cut(x):  # [B, T, ...] -> [chunks, B, size, ...]
+        pad = [(0, 0)] * x.ndim
+        pad[1] = (0, chunks * size - length)
+        x = jnp.pad(x, pad) if pad[1][1] else x
+        return jnp.moveaxis(x.reshape(x.shape[0], chunks, size, *x.shape[2:]), 1, 0)
+
+    def join(x):  # and back
+        x = jnp.moveaxis(x, 0, 1)
+        return x.reshape(x.shape[0], chunks * size, *x.shape[3:])[:, :length]
+
+    def step(carry, chunk):
+        loss, of_head = carry
+        x, target, weight = chunk
+        logits = (x @ matrix).astype(wide)
+        # Compared, not gathered: this way a head that is divided over its ids stays divided.
+        hit = target[..., None] == jnp.arange(logits.shape[-1])
+        lse = jax.nn.logsumexp(logits, axis=-1)
+        losses = lse - jnp.sum(jnp.where(hit, logits, 0), axis=-1)
+        loss += jnp.sum(jnp.where(weight == 0, 0, weight * losses))
+        if not differentiate:
+            return (loss, of_head), None
+        by_logits = (jnp.exp(logits - lse[..., None]) - hit) * weight[..., None]
+        by_logits = by_logits.astype(x.dtype)
+        of_head += jnp.einsum("btd,btv->dv", x, by_logits, preferred_element_type=wide)
+        return (loss, of_head), (jnp.einsum("btv,dv->btd", by_logits, matrix), losses)
+
+    start = jnp.zeros((), wide), jnp.zeros(head.shape if differentiate else (), wide)
+    (loss, of_head), kept = jax.lax.scan(
+        step, start, jax.tree.map(cut, (features, targets, weights))
+    )
+    loss = jax.lax.psum(loss, axes)
+    if not differentiate:
+        return (loss,)
+    return loss, join(kept[0]), jax.lax.psum(of_head, axes).astype(head.dtype), join(kept[1])

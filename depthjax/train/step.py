@@ -1,6 +1,7 @@
 """The jitted steps: a training update with its guard, and a summed held-out loss."""
 
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -12,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 from depthjax.config import Config, build_model
 from depthjax.models import Transformer
-from depthjax.train.loss import next_token_losses, summed_loss
+from depthjax.train.loss import mean_loss, summed_loss
 from depthjax.train.optimizer import adamw, clip, learning_rate
 
 
@@ -53,8 +54,9 @@ class Program:
         self._by_micro_row = NamedSharding(mesh, P(None, "data"))
         self.init = jax.jit(self._init, out_shardings=self.replicated)
         self.start = jax.jit(self._start, out_shardings=self.replicated)
-        self.step = jax.jit(self._step, donate_argnums=0, out_shardings=self.replicated)
-        self.heldout = jax.jit(self._heldout, out_shardings=self.replicated)
+        step, heldout = self._on_mesh(self._step), self._on_mesh(self._heldout)
+        self.step = jax.jit(step, donate_argnums=0, out_shardings=self.replicated)
+        self.heldout = jax.jit(heldout, out_shardings=self.replicated)
 
     def abstract_state(self) -> TrainState:
         """Shapes, dtypes and shardings of the state, without computing it."""
@@ -73,6 +75,16 @@ class Program:
         """This process's rows [B / P, ...] of a global batch, as the global array [B, ...]."""
         return jax.make_array_from_process_local_data(self.by_row, rows)
 
+    def _on_mesh(self, function: Callable) -> Callable:
+        """`function`, traced where layers and losses find the mesh."""
+
+        @functools.wraps(function)
+        def traced(*arguments):
+            with jax.sharding.use_abstract_mesh(self.mesh.abstract_mesh):
+                return function(*arguments)
+
+        return traced
+
     def _init(self) -> TrainState:
         return self._start(nnx.to_pure_dict(nnx.state(self._build(), nnx.Param)))
 
@@ -84,11 +96,11 @@ class Program:
         """Mean loss over all B (T - 1) predictions, and the RMS of the residual state by depth."""
         model = self.model(params)
         observer = None if meters is None else _mean_square
-        losses, seen = next_token_losses(model, input_ids, meters=meters, observer=observer)
+        loss, seen = mean_loss(model, input_ids, meters=meters, observer=observer)
         if seen is None:
-            return jnp.mean(losses), None
+            return loss, None
         sublayers, last = seen
-        return jnp.mean(losses), jnp.append(sublayers[::2], last)
+        return loss, jnp.append(sublayers[::2], last)
 
     def _gradients(self, params: Any, batch: jax.Array):
         """((loss, squares by depth), (gradient, meter readings)), averaged over micro-batches.

@@ -24,7 +24,7 @@ from depthjax.residuals import (
     append,
     apply_branches,
 )
-from depthjax.train.loss import next_token_losses
+from depthjax.train import loss
 
 pytestmark = pytest.mark.jax_version
 
@@ -83,7 +83,7 @@ def tokens(batch=2, length=7):
 
 
 def mean_loss(model, ids):
-    return jnp.mean(next_token_losses(model, ids)[0])
+    return loss.mean_loss(model, ids)[0]
 
 
 def loss_and_gradients(model, ids):

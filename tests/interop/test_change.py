@@ -12,14 +12,14 @@ from depthjax.config import build_model
 from depthjax.errors import InputError
 from depthjax.interop import largest_difference, with_residual
 from depthjax.residuals import HC, MHC, BlockAttnRes, FullAttnRes, PostLN, PreLN
-from depthjax.train.loss import next_token_losses
+from depthjax.train.loss import mean_loss
 
 TEXT = np.random.default_rng(3).integers(7, size=(4, 24), dtype=np.int32)
 
 
 @jax.jit
 def loss(model, ids):
-    return jnp.mean(next_token_losses(model, ids)[0])
+    return mean_loss(model, ids)[0]
 
 
 def plain(layers: int, steps: int = 0):
@@ -31,7 +31,7 @@ def plain(layers: int, steps: int = 0):
 
     @jax.jit
     def step(params, state):
-        gradient = jax.grad(lambda p: jnp.mean(next_token_losses(nnx.merge(graph, p), TEXT)[0]))
+        gradient = jax.grad(lambda p: mean_loss(nnx.merge(graph, p), TEXT)[0])
         updates, state = optimizer.update(gradient(params), state)
         return optax.apply_updates(params, updates), state
 

@@ -14,7 +14,7 @@ from weights import checksum, draw
 
 from depthjax.errors import InputError
 from depthjax.interop import from_depthbench, to_depthbench
-from depthjax.train.loss import next_token_losses
+from depthjax.train import loss
 
 pytestmark = pytest.mark.jax_version
 
@@ -43,7 +43,7 @@ def load(case):
 
 
 def mean_loss(model, ids, **options):
-    return jnp.mean(next_token_losses(model, ids, **options)[0])
+    return loss.mean_loss(model, ids, **options)[0]
 
 
 def test_all_fixtures_are_here():
