@@ -8,13 +8,38 @@ With a_ji the weight of source i in reader j, kept as a log-sum-exp, and delta_j
     g_ji = a_ji (c_j . v_i - delta_j)
     dv_i = sum_j a_ji c_j + rho_i (sum_j g_ji u_j - n_i sum_j g_ji e_ji / D)
     du_j = sum over tokens and i of g_ji n_i
+
+Reads end at the smallest of a few static sizes that holds all live rows: XLA fuses no loop over a
+traced number of rows.
 """
+
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from depthjax.kernels.depth_read import live_rows, over_prefix, score
+from depthjax.kernels.depth_read import live_rows, score
 from depthjax.kernels.rms_norm import at_least_float32
+
+SIZES = 2
+"""Most static sizes of a read. More of them read fewer dead rows, and take longer to compile."""
+
+
+def prefixes(rows: int) -> list[int]:
+    """The static sizes of the reads of a buffer with so many rows, the last one all of them; none
+    smaller than 4 rows."""
+    parts = max(1, min(SIZES, rows // 4))
+    return [-(-rows * part // parts) for part in range(1, parts + 1)]
+
+
+def over_prefix(rows: int, count: jax.Array, make: Callable[[int], Callable], *operands: Any):
+    """make(n)(*operands) for the smallest prefix size n that holds `count` of the `rows`."""
+    sizes = prefixes(rows)
+    if len(sizes) == 1:
+        return make(rows)(*operands)
+    index = jnp.searchsorted(jnp.asarray(sizes[:-1]), count)
+    return jax.lax.switch(index, [make(size) for size in sizes], *operands)
 
 
 def mix_rows(rows, count, direction, eps) -> tuple[jax.Array, jax.Array]:

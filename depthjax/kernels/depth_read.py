@@ -7,37 +7,12 @@ over the first `count` rows v_i of a buffer and one source outside of it (Attent
 
     g_i  = p_i (c . v_i - c . z)
     dv_i = p_i c + g_i rho_i (u - n_i e_i / D),     du = sum over tokens and sources of g_i n_i
-
-Buffers are read up to the smallest of a few static sizes that holds all live rows: XLA has no
-loop over a traced number of rows that it can fuse.
 """
-
-from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from depthjax.kernels.rms_norm import at_least_float32
-
-SIZES = 4
-"""Most static sizes of a read. More of them read fewer dead rows, and take longer to compile."""
-
-
-def prefixes(rows: int) -> list[int]:
-    """The static sizes of the reads of a buffer with so many rows, the last one all of them; none
-    smaller than 4 rows."""
-    parts = max(1, min(SIZES, rows // 4))
-    return [-(-rows * part // parts) for part in range(1, parts + 1)]
-
-
-def over_prefix(rows: int, count: jax.Array, make: Callable[[int], Callable], *operands: Any):
-    """make(n)(*operands) for the smallest prefix size n that holds `count` of the `rows`."""
-    sizes = prefixes(rows)
-    if len(sizes) == 1:
-        return make(rows)(*operands)
-    index = jnp.searchsorted(jnp.asarray(sizes[:-1]), count)
-    return jax.lax.switch(index, [make(size) for size in sizes], *operands)
 
 
 def score(v: jax.Array, u: jax.Array, eps) -> tuple[jax.Array, jax.Array]:
@@ -69,55 +44,37 @@ def depth_read(history, newest, direction, count, eps):
 
 
 def _forward(history, newest, u, count, eps):
-    rows = history.shape[0]
+    v, live = live_rows(history, history.shape[0], count)
+    logits, rho = score(v, u, eps)
+    logits = jnp.where(live[..., 0], logits, -jnp.inf)
     own = at_least_float32(newest)
     own_logit, own_rho = score(own, u, eps)
-
-    def make(size):
-        def read(history):
-            v, live = live_rows(history, size, count)
-            logits, rho = score(v, u, eps)
-            logits = jnp.where(live[..., 0], logits, -jnp.inf)
-            lse = jnp.logaddexp(jax.nn.logsumexp(logits, axis=0), own_logit)
-            z = jnp.sum(jnp.exp(logits - lse)[..., None] * v, axis=0)
-            return z, lse, _widen(logits, rows, -jnp.inf), _widen(rho, rows, 0.0)
-
-        return read
-
-    z, lse, logits, rho = over_prefix(rows, count, make, history)
-    z = z + jnp.exp(own_logit - lse)[..., None] * own
-    kept = (history, newest, u, count, eps, logits, rho, lse, own_logit, own_rho)
-    return (z, history), kept
+    lse = jnp.logaddexp(jax.nn.logsumexp(logits, axis=0), own_logit)
+    z = jnp.sum(jnp.exp(logits - lse)[..., None] * v, axis=0)
+    z += jnp.exp(own_logit - lse)[..., None] * own
+    return (z, history), (history, newest, u, count, logits, rho, lse, own_logit, own_rho)
 
 
 def _backward(kept, cotangents):
-    history, newest, u, count, _, logits, rho, lse, own_logit, own_rho = kept
+    history, newest, u, count, logits, rho, lse, own_logit, own_rho = kept
     c, d_history = cotangents
-    rows, width = history.shape[0], history.shape[-1]
     tokens = tuple(range(c.ndim - 1))
+    v, live = live_rows(history, history.shape[0], count)
     own, own_p = at_least_float32(newest), jnp.exp(own_logit - lse)
-    own_s = jnp.sum(c * own, axis=-1)
+    p = jnp.exp(logits - lse)
+    dots, own_dot = jnp.sum(c * v, axis=-1), jnp.sum(c * own, axis=-1)
+    delta = jnp.sum(p * dots, axis=0) + own_p * own_dot
 
-    def make(size):
-        def add(history, d_history):
-            v, live = live_rows(history, size, count)
-            e = jnp.where(live[..., 0], logits[:size], 0)
-            p = jnp.where(live[..., 0], jnp.exp(e - lse), 0)
-            s = jnp.sum(c * v, axis=-1)
-            delta = jnp.sum(p * s, axis=0) + own_p * own_s
-            g = p * (s - delta) * rho[:size]
-            update = p[..., None] * c + g[..., None] * (u - v * (rho[:size] * e / width)[..., None])
-            du = jnp.sum(g[..., None] * v, axis=(0, *(1 + t for t in tokens)))
-            new = (at_least_float32(d_history[:size]) + update).astype(d_history.dtype)
-            return jax.lax.dynamic_update_slice_in_dim(d_history, new, 0, 0), delta, du
+    def cotangent(v, p, dot, e, rho):
+        """(dv, du by token) of sources v."""
+        g = p * (dot - delta) * rho
+        radial = (rho * e / v.shape[-1])[..., None] * v
+        return p[..., None] * c + g[..., None] * (u - radial), g[..., None] * v
 
-        return add
-
-    d_history, delta, du = over_prefix(rows, count, make, history, d_history)
-    g = own_p * (own_s - delta) * own_rho
-    d_own = own_p[..., None] * c
-    d_own += g[..., None] * (u - own * (own_rho * own_logit / width)[..., None])
-    du += jnp.sum(g[..., None] * own, axis=tokens)
+    dv, du = cotangent(v, p, dots, jnp.where(live[..., 0], logits, 0), rho)
+    d_own, own_du = cotangent(own, own_p, own_dot, own_logit, own_rho)
+    d_history = (at_least_float32(d_history) + dv).astype(d_history.dtype)
+    du = jnp.sum(du, axis=(0, *(1 + t for t in tokens))) + jnp.sum(own_du, axis=tokens)
     return d_history, d_own.astype(newest.dtype), du.astype(u.dtype), None, None
 
 
