@@ -6,14 +6,37 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from depthjax.kernels import splash
+from depthjax.kernels.flash import flash_attention
+from depthjax.kernels.over_mesh import platform
 from depthjax.layers.init import truncated_normal
 from depthjax.layers.rope import rope
 
+IMPLEMENTATIONS = ("xla", "splash", "cudnn")
 
-def _implementation(dtype: Any, head_dim: int) -> str:
-    """cuDNN's flash attention where it applies (GPU, 16-bit, head size 8 n <= 128), else XLA."""
+
+def _implementation(dtype: Any, length: int, head_dim: int) -> str:
+    """The flash attention of the platform where it applies (TPU: splash; GPU: cuDNN's, of 16 bits
+    and head size 8 n <= 128), else XLA."""
+    where = platform()
+    if where == "tpu" and splash.fits(dtype, length):
+        return "splash"
     fits = jnp.dtype(dtype).itemsize == 2 and head_dim % 8 == 0 and head_dim <= 128
-    return "cudnn" if fits and jax.default_backend() == "gpu" else "xla"
+    return "cudnn" if fits and where == "gpu" else "xla"
+
+
+def causal_attention(
+    query: jax.Array, key: jax.Array, value: jax.Array, implementation: str | None = None
+) -> jax.Array:
+    """softmax(q k^T / sqrt(E)) v under a causal mask: query [B, T, H, E], key and value
+    [B, T, K, E] -> [B, T, H, E]; implementation as in `Attention`."""
+    if implementation is None:
+        implementation = _implementation(query.dtype, query.shape[1], query.shape[-1])
+    if implementation == "splash":
+        return flash_attention(query, key, value, "splash")[0]
+    return jax.nn.dot_product_attention(
+        query, key, value, is_causal=True, implementation=implementation
+    )
 
 
 def _joint_attention(
@@ -66,8 +89,14 @@ class Attention(nnx.Module):
         rope_theta: float = 10_000.0,
         init_std: float = 0.02,
         param_dtype: Any = jnp.float32,
+        implementation: str | None = None,
         rngs: nnx.Rngs,
     ):
+        if implementation not in (None, *IMPLEMENTATIONS):
+            raise ValueError(
+                f"implementation is {implementation!r}: choose from {', '.join(IMPLEMENTATIONS)}, "
+                "or None"
+            )
         init = truncated_normal(init_std)
 
         def matrix(*shape: int) -> nnx.Param:
@@ -77,7 +106,7 @@ class Attention(nnx.Module):
         self.key = matrix(width, kv_heads, head_dim)
         self.value = matrix(width, kv_heads, head_dim)
         self.out = matrix(heads, head_dim, width)
-        self.rope_theta = rope_theta
+        self.rope_theta, self.implementation = rope_theta, implementation
 
     def __call__(self, x: jax.Array, ctx=None):
         """x: [B, T, D]. Returns (y [B, T, D], aux = (key, value) before rotation [B, T, K, E]).
@@ -93,10 +122,7 @@ class Attention(nnx.Module):
         query, key, value = project(self.query), project(self.key), project(self.value)
         rotated = rope(query, self.rope_theta), rope(key, self.rope_theta)
         if ctx is None:
-            implementation = _implementation(x.dtype, query.shape[-1])
-            mixed = jax.nn.dot_product_attention(
-                *rotated, value, is_causal=True, implementation=implementation
-            )
+            mixed = causal_attention(*rotated, value, self.implementation)
         else:
             mixed = _joint_attention(*rotated, value, *ctx)
         y = jnp.einsum("bthe,hed->btd", mixed, self.out[...].astype(x.dtype))
