@@ -1,7 +1,8 @@
 """JAX's splash attention for TPU, causal, forward and backward as two plain functions.
 
 The backward kernels are called directly (private functions of
-`jax.experimental.pallas.ops.tpu.splash_attention`, the same in JAX 0.10.2 and 0.12.0), since JAX's own derivative knows no cotangent of the log-sum-exp.
+`jax.experimental.pallas.ops.tpu.splash_attention`, the same in JAX 0.10.2 and 0.12.0), since JAX's
+own derivative knows no cotangent of the log-sum-exp.
 """
 
 import functools

@@ -8,6 +8,7 @@ from flax import nnx
 
 from depthjax.kernels import splash
 from depthjax.kernels.flash import flash_attention
+from depthjax.kernels.joint_attention import joint_attention
 from depthjax.kernels.over_mesh import platform
 from depthjax.layers.init import truncated_normal
 from depthjax.layers.rope import rope
@@ -37,38 +38,6 @@ def causal_attention(
     return jax.nn.dot_product_attention(
         query, key, value, is_causal=True, implementation=implementation
     )
-
-
-def _joint_attention(
-    query: jax.Array,
-    key: jax.Array,
-    value: jax.Array,
-    depth_key: jax.Array,
-    depth_value: jax.Array,
-    count: jax.Array | int,
-) -> jax.Array:
-    """One softmax over the causal sequence and the token's own depth entries (DepthBench).
-
-    query: [B, T, H, E]; key, value: [B, T, K, E]; depth_key, depth_value: [N, B, T, K, E], of which
-    the first `count` are live. Result [B, T, H, E]. Holds the [B, H, T, T + N] weights.
-    """
-    batch, length, heads, size = query.shape
-    grouped = query.reshape(batch, length, key.shape[2], -1, size)  # G query heads share a key
-    wide = jnp.promote_types(query.dtype, jnp.float32)
-    live = jnp.arange(depth_key.shape[0]) < count
-    depth_key, depth_value = (
-        jnp.where(live[:, None, None, None, None], x, 0) for x in (depth_key, depth_value)
-    )
-    over_sequence = jnp.einsum("btkge,bske->bkgts", grouped, key, preferred_element_type=wide)
-    over_depth = jnp.einsum("btkge,nbtke->bkgtn", grouped, depth_key, preferred_element_type=wide)
-    causal = jnp.tril(jnp.ones((length, length), bool))
-    over_sequence = jnp.where(causal, over_sequence, -jnp.inf)
-    over_depth = jnp.where(live, over_depth, -jnp.inf)
-    logits = jnp.concatenate([over_sequence, over_depth], axis=-1) * size**-0.5
-    weights = jax.nn.softmax(logits, axis=-1).astype(query.dtype)
-    mixed = jnp.einsum("bkgts,bske->btkge", weights[..., :length], value)
-    mixed += jnp.einsum("bkgtn,nbtke->btkge", weights[..., length:], depth_value)
-    return mixed.reshape(batch, length, heads, size)
 
 
 class Attention(nnx.Module):
@@ -124,6 +93,8 @@ class Attention(nnx.Module):
         if ctx is None:
             mixed = causal_attention(*rotated, value, self.implementation)
         else:
-            mixed = _joint_attention(*rotated, value, *ctx)
+            name = self.implementation or _implementation(x.dtype, *query.shape[1::2])
+            name = "xla" if name == "cudnn" else name  # which keeps its log-sum-exp to itself
+            mixed = joint_attention(*rotated, value, *ctx, implementation=name)
         y = jnp.einsum("bthe,hed->btd", mixed, self.out[...].astype(x.dtype))
         return y, (key, value)

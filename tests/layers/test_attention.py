@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 from depthjax.kernels import flash
 from depthjax.kernels.flash import flash_attention
+from depthjax.kernels.joint_attention import joint_attention
 from depthjax.layers import Attention
 from depthjax.layers.attention import causal_attention
 
@@ -101,6 +102,75 @@ def test_implementations_agree():
     ]
     assert_close(kernels(x)[0], plain(x)[0], 3e-6)
     assert_close(gradients[1], gradients[0], 3e-6)
+
+
+def joint_problem(count, **options):
+    """Arguments of the joint attention with three entries a token, the dead ones infinite."""
+    query, key, value, *_ = problem(**options)
+    entries = jax.random.normal(jax.random.key(5), (2, 3, *key.shape), key.dtype)
+    live = jnp.arange(3)[:, None, None, None, None] < count
+    return query, key, value, *jnp.where(live, entries, jnp.inf)
+
+
+def naive_joint(count, query, key, value, depth_key, depth_value):
+    """One softmax over all keys of a token, in one matrix [T, T + count] a head."""
+    length, group = query.shape[1], query.shape[2] // key.shape[2]
+    key, value = (jnp.repeat(x, group, axis=2) for x in (key, value))
+    depth_key, depth_value = (jnp.repeat(x[:count], group, 3) for x in (depth_key, depth_value))
+    logits = jnp.einsum("bthe,bshe->bhts", query, key)
+    logits = jnp.where(jnp.tril(jnp.ones((length, length), bool)), logits, -jnp.inf)
+    logits = jnp.concatenate([logits, jnp.einsum("bthe,nbthe->bhtn", query, depth_key)], -1)
+    weights = jax.nn.softmax(logits / np.sqrt(query.shape[-1]))
+    mixed = jnp.einsum("bhts,bshe->bthe", weights[..., :length], value)
+    return mixed + jnp.einsum("bhtn,nbthe->bthe", weights[..., length:], depth_value)
+
+
+@pytest.mark.parametrize("count", [0, 2, 3])
+@pytest.mark.parametrize("kv_heads", [1, 2])
+def test_joint_attention(monkeypatch, count, kv_heads):
+    """One softmax over the sequence and the live entries of a token, and its gradients; dead
+    entries, whatever they hold, have none. The count may be traced."""
+    monkeypatch.setattr(flash, "BLOCK", 3)
+    with jax.enable_x64(True):
+        sizes = {"batch": 1, "length": 5, "heads": 2, "kv_heads": kv_heads, "size": 4}
+        arguments = joint_problem(count, **sizes, dtype=jnp.float64)
+        cotangent = jnp.cos(jnp.arange(arguments[0].size)).reshape(arguments[0].shape)
+
+        @jax.jit
+        def run(count, *arguments):
+            mixed, pull = jax.vjp(lambda *a: joint_attention(*a, count), *arguments)
+            return mixed, pull(cotangent)
+
+        expected, pull = jax.vjp(functools.partial(naive_joint, count), *arguments)
+        actual, gradients = run(count, *arguments)
+        assert_close(actual, expected, 1e-13)
+        for a, b in zip(gradients, pull(cotangent), strict=True):
+            np.testing.assert_allclose(a, b, rtol=0, atol=1e-12)
+
+
+def test_joint_attention_by_the_kernels_of_the_tpu():
+    arguments = joint_problem(2, length=128)
+
+    def run(implementation):
+        def loss(*arguments):
+            return jnp.sum(jnp.sin(joint_attention(*arguments, 2, implementation)))
+
+        return jax.jit(jax.value_and_grad(loss, tuple(range(5))))(*arguments)
+
+    assert_close(run("splash"), run("xla"), 3e-6)
+
+
+def test_joint_attention_never_holds_all_pairs(monkeypatch):
+    """Of 64 tokens, no array of 64 x 64 or more weights a head, forward or backward."""
+    monkeypatch.setattr(flash, "BLOCK", 16)
+    arguments = joint_problem(2, length=64, size=8)
+
+    def loss(*arguments):
+        return jnp.sum(joint_attention(*arguments, 2))
+
+    text = jax.jit(jax.grad(loss, tuple(range(5)))).lower(*arguments).compile().as_text()
+    shapes = {tuple(map(int, dims.split(","))) for dims in re.findall(r"\w\[([\d,]+)\]", text)}
+    assert max(map(np.prod, shapes)) <= 2 * 4 * 64 * 64 / 2
 
 
 def test_unknown_implementation():
