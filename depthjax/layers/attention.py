@@ -6,46 +6,38 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from depthjax.kernels import splash
+from depthjax.kernels.flash import flash_attention
+from depthjax.kernels.joint_attention import joint_attention
+from depthjax.kernels.over_mesh import platform
 from depthjax.layers.init import truncated_normal
 from depthjax.layers.rope import rope
 
+IMPLEMENTATIONS = ("xla", "splash", "cudnn")
 
-def _implementation(dtype: Any, head_dim: int) -> str:
-    """cuDNN's flash attention where it applies (GPU, 16-bit, head size 8 n <= 128), else XLA."""
+
+def _implementation(dtype: Any, length: int, head_dim: int) -> str:
+    """The flash attention of the platform where it applies (TPU: splash; GPU: cuDNN's, of 16 bits
+    and head size 8 n <= 128), else XLA."""
+    where = platform()
+    if where == "tpu" and splash.fits(dtype, length):
+        return "splash"
     fits = jnp.dtype(dtype).itemsize == 2 and head_dim % 8 == 0 and head_dim <= 128
-    return "cudnn" if fits and jax.default_backend() == "gpu" else "xla"
+    return "cudnn" if fits and where == "gpu" else "xla"
 
 
-def _joint_attention(
-    query: jax.Array,
-    key: jax.Array,
-    value: jax.Array,
-    depth_key: jax.Array,
-    depth_value: jax.Array,
-    count: jax.Array | int,
+def causal_attention(
+    query: jax.Array, key: jax.Array, value: jax.Array, implementation: str | None = None
 ) -> jax.Array:
-    """One softmax over the causal sequence and the token's own depth entries (DepthBench).
-
-    query: [B, T, H, E]; key, value: [B, T, K, E]; depth_key, depth_value: [N, B, T, K, E], of which
-    the first `count` are live. Result [B, T, H, E]. Holds the [B, H, T, T + N] weights.
-    """
-    batch, length, heads, size = query.shape
-    grouped = query.reshape(batch, length, key.shape[2], -1, size)  # G query heads share a key
-    wide = jnp.promote_types(query.dtype, jnp.float32)
-    live = jnp.arange(depth_key.shape[0]) < count
-    depth_key, depth_value = (
-        jnp.where(live[:, None, None, None, None], x, 0) for x in (depth_key, depth_value)
+    """softmax(q k^T / sqrt(E)) v under a causal mask: query [B, T, H, E], key and value
+    [B, T, K, E] -> [B, T, H, E]; implementation as in `Attention`."""
+    if implementation is None:
+        implementation = _implementation(query.dtype, query.shape[1], query.shape[-1])
+    if implementation == "splash":
+        return flash_attention(query, key, value, "splash")[0]
+    return jax.nn.dot_product_attention(
+        query, key, value, is_causal=True, implementation=implementation
     )
-    over_sequence = jnp.einsum("btkge,bske->bkgts", grouped, key, preferred_element_type=wide)
-    over_depth = jnp.einsum("btkge,nbtke->bkgtn", grouped, depth_key, preferred_element_type=wide)
-    causal = jnp.tril(jnp.ones((length, length), bool))
-    over_sequence = jnp.where(causal, over_sequence, -jnp.inf)
-    over_depth = jnp.where(live, over_depth, -jnp.inf)
-    logits = jnp.concatenate([over_sequence, over_depth], axis=-1) * size**-0.5
-    weights = jax.nn.softmax(logits, axis=-1).astype(query.dtype)
-    mixed = jnp.einsum("bkgts,bske->btkge", weights[..., :length], value)
-    mixed += jnp.einsum("bkgtn,nbtke->btkge", weights[..., length:], depth_value)
-    return mixed.reshape(batch, length, heads, size)
 
 
 class Attention(nnx.Module):
@@ -66,8 +58,14 @@ class Attention(nnx.Module):
         rope_theta: float = 10_000.0,
         init_std: float = 0.02,
         param_dtype: Any = jnp.float32,
+        implementation: str | None = None,
         rngs: nnx.Rngs,
     ):
+        if implementation not in (None, *IMPLEMENTATIONS):
+            raise ValueError(
+                f"implementation is {implementation!r}: choose from {', '.join(IMPLEMENTATIONS)}, "
+                "or None"
+            )
         init = truncated_normal(init_std)
 
         def matrix(*shape: int) -> nnx.Param:
@@ -77,7 +75,7 @@ class Attention(nnx.Module):
         self.key = matrix(width, kv_heads, head_dim)
         self.value = matrix(width, kv_heads, head_dim)
         self.out = matrix(heads, head_dim, width)
-        self.rope_theta = rope_theta
+        self.rope_theta, self.implementation = rope_theta, implementation
 
     def __call__(self, x: jax.Array, ctx=None):
         """x: [B, T, D]. Returns (y [B, T, D], aux = (key, value) before rotation [B, T, K, E]).
@@ -93,11 +91,10 @@ class Attention(nnx.Module):
         query, key, value = project(self.query), project(self.key), project(self.value)
         rotated = rope(query, self.rope_theta), rope(key, self.rope_theta)
         if ctx is None:
-            implementation = _implementation(x.dtype, query.shape[-1])
-            mixed = jax.nn.dot_product_attention(
-                *rotated, value, is_causal=True, implementation=implementation
-            )
+            mixed = causal_attention(*rotated, value, self.implementation)
         else:
-            mixed = _joint_attention(*rotated, value, *ctx)
+            name = self.implementation or _implementation(x.dtype, *query.shape[1::2])
+            name = "xla" if name == "cudnn" else name  # which keeps its log-sum-exp to itself
+            mixed = joint_attention(*rotated, value, *ctx, implementation=name)
         y = jnp.einsum("bthe,hed->btd", mixed, self.out[...].astype(x.dtype))
         return y, (key, value)

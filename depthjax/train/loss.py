@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from depthjax.kernels.over_batch import batch_axes, over_batch
+from depthjax.kernels.over_mesh import batch_axes, over_batch
 from depthjax.kernels.rms_norm import at_least_float32
 from depthjax.models import Transformer
 
