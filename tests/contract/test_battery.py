@@ -127,7 +127,7 @@ def naive_logits(model, ids):
     """The model's function spelt with the naive residual connection and a loop over layers."""
     embedded = model.embedding[...][ids]
     branches = []
-    for s in range(2 * SHAPE.layers):
+    for s in range(2 * model.shape.layers):
         layer = branch_of(model, s)
         branches.append(Branch(layer))
     rule = model.residual.rule
@@ -142,11 +142,11 @@ def test_naive_forms_are_of_variants_that_exist():
     assert NAIVE.keys() <= REGISTRY.keys()
 
 
-@every_form
-def test_scan_equals_naive_loop_in_float64(rule):
+def check_against_naive_loop(rule, layers):
     """Loss and all gradients; a hidden cast to fp32 anywhere would leave an error near 1e-7."""
     with jax.enable_x64(True):
-        model, ids = build(rule, dtype=jnp.float64, param_dtype=jnp.float64), tokens()
+        shape, ids = dataclasses.replace(SHAPE, layers=layers), tokens()
+        model = build(rule, shape=shape, dtype=jnp.float64, param_dtype=jnp.float64)
         graph, params = nnx.split(model)
         params = jax.tree.map(lambda leaf: leaf.astype(jnp.float64), params)
 
@@ -162,17 +162,22 @@ def test_scan_equals_naive_loop_in_float64(rule):
         assert_close(gradients, nnx.to_pure_dict(expected_gradients), rtol=1e-10, atol=1e-14)
 
 
+@every_form
+def test_scan_equals_naive_loop_in_float64(rule):
+    check_against_naive_loop(rule, SHAPE.layers)
+
+
+@pytest.mark.proof
+@every_form
+def test_scan_equals_naive_loop_of_six_layers(rule):
+    check_against_naive_loop(rule, 6)
+
+
 @every_rule
 def test_scan_equals_unrolled_and_rematerialised(rule):
     ids = tokens()
     value, gradients = loss_and_gradients(build(rule), ids)
-    for options in (
-        {"unroll": True},
-        {"remat": Remat("layer")},
-        {"remat": Remat("sublayer")},
-        {"remat": Remat("dots")},
-        {"remat": Remat("group", 2)},
-    ):
+    for options in ({"unroll": True}, {"remat": Remat("layer")}):
         other, other_gradients = loss_and_gradients(build(rule, **options), ids)
         np.testing.assert_allclose(value, other, rtol=1e-6)
         assert_close(other_gradients, gradients)

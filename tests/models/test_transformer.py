@@ -9,7 +9,7 @@ from flax import nnx
 from depthjax.kernels import depth_mix, rms_norm
 from depthjax.layers.rope import rope
 from depthjax.models import Shape, Transformer
-from depthjax.models.depth import tap
+from depthjax.models.sublayers import tap
 from depthjax.residuals import BlockAttnRes, FullAttnRes, PreLN
 
 SHAPE = Shape(layers=4, width=64, heads=4, kv_heads=2, mlp_width=96)
