@@ -1,4 +1,5 @@
-"""Array functions that carry the cost of depth. They know no module, no config and no mesh."""
+"""Array functions that carry the cost of depth. They know no module and no config, and of a mesh
+only the one in force."""
 
 from depthjax.kernels.depth_gather import gather_rows, mix_rows
 from depthjax.kernels.depth_mix import depth_mix, depth_weights
