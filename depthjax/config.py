@@ -64,11 +64,10 @@ class ModelConfig:
     param_dtype: Literal["bfloat16", "float32"] = "float32"
     """Of the parameters that the optimizer updates."""
     remat: Literal["none", "dots", "sublayer", "layer", "group"] = "none"
-    """What the backward pass computes again: none (nothing in the branches), dots (all but their
-    matrix products), sublayer or layer (all from the state in front of each), group (all from the
-    state in front of a few layers). Reads over the depth are computed again with any of them."""
+    """What the backward pass computes again, beside all reads over the depth: none (nothing else),
+    dots (all but matrix products), sublayer, layer or group (all, from the state in front of it)."""
     remat_group: int | None = None
-    """Layers in a group of remat group; None: the square root of their number, rounded."""
+    """Layers in a group; None: the square root of their number, rounded."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -213,11 +212,15 @@ class Config:
         at_least = {
             "model.context": (model.context, 2),
             "model.vocab": (model.vocab, 2),
+            "model.init_seed": (model.init_seed, 0),
             "model.remat_group": (model.remat_group, 1),
+            "data.seed": (self.data.seed, 0),
             "train.steps": (train.steps, 1),
             "train.batch": (train.batch, 1),
             "train.accumulate": (train.accumulate, 1),
             "train.guard_patience": (train.guard_patience, 1),
+            "train.weight_decay": (train.weight_decay, 0),
+            "train.final_lr_ratio": (train.final_lr_ratio, 0),
             "run.log_every": (run.log_every, 1),
             "run.eval_every": (run.eval_every, 0),
             "run.eval_batches": (run.eval_batches, 1),
@@ -226,7 +229,8 @@ class Config:
         }
         for name, (value, least) in at_least.items():
             if value is not None and value < least:
-                raise InputError(f"{name} is {value}: give at least {least}")
+                wanted = f"at least {least}" if least else "0 or more"
+                raise InputError(f"{name} is {value}: give {wanted}")
         positive = {f"train.{n}": getattr(train, n) for n in ("adam_eps", "clip_norm")}
         positive |= {"train.peak_lr": self.peak_lr}
         positive |= {"train.guard_norm": train.guard_norm, "model.rope_theta": model.rope_theta}
@@ -234,12 +238,6 @@ class Config:
         for name, value in positive.items():
             if value <= 0:
                 raise InputError(f"{name} is {value}: give a positive number")
-        for name in ("weight_decay", "final_lr_ratio"):
-            if getattr(train, name) < 0:
-                raise InputError(f"train.{name} is {getattr(train, name)}: give 0 or more")
-        for name, seed in {"model.init_seed": model.init_seed, "data.seed": self.data.seed}.items():
-            if seed < 0:
-                raise InputError(f"{name} is {seed}: give 0 or more")
         for name in ("beta1", "beta2"):
             if not 0 <= getattr(train, name) < 1:
                 raise InputError(f"train.{name} is {getattr(train, name)}: give one in [0, 1)")
@@ -254,8 +252,8 @@ class Config:
             )
         if model.remat_group is not None and model.remat != "group":
             raise InputError(
-                f"model.remat_group is {model.remat_group}, which model.remat {model.remat} does not "
-                "use: leave it out, or take model.remat group"
+                f"model.remat_group is {model.remat_group}, but model.remat is {model.remat}: leave "
+                "it out, or take model.remat group"
             )
         return self
 

@@ -11,7 +11,7 @@ from depthjax.models import Remat, Shape, Transformer
 from depthjax.models.sublayers import LayerParams, Sublayers
 from depthjax.models.vjp import scan_layers
 from depthjax.residuals import KINDS, REGISTRY, BlockAttnRes, FullAttnRes
-from depthjax.train.loss import next_token_losses
+from depthjax.train import loss
 
 pytestmark = pytest.mark.jax_version
 
@@ -25,7 +25,10 @@ RULES = {
     "full": FullAttnRes(),
     "full with options": FullAttnRes(bias=True, logit_scale=True),
 }
-each_rule = pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
+
+
+def rules(*names):
+    return pytest.mark.parametrize("rule", [RULES[name] for name in names], ids=names)
 
 
 @pytest.fixture(autouse=True)
@@ -55,12 +58,11 @@ def gradients(model, meters=None, observer=None):
     """(loss, gradient, gradient of the meters, what was observed)."""
     graph, params = nnx.split(model)
 
-    def loss(params, meters):
+    def objective(params, meters):
         merged = nnx.merge(graph, params)
-        losses, seen = next_token_losses(merged, ids(), meters=meters, observer=observer)
-        return jnp.mean(losses), seen
+        return loss.mean_loss(merged, ids(), meters=meters, observer=observer)
 
-    compute = jax.jit(jax.value_and_grad(loss, argnums=(0, 1), has_aux=True))
+    compute = jax.jit(jax.value_and_grad(objective, argnums=(0, 1), has_aux=True))
     (value, seen), (gradient, readings) = compute(params, meters)
     return value, nnx.to_pure_dict(gradient), readings, seen
 
@@ -73,14 +75,24 @@ def assert_same(actual, expected, rtol=1e-10):
     jax.tree_util.tree_map_with_path(check, actual, expected)
 
 
-@each_rule
+@rules("pre_ln", "block of 3", "full")
 def test_every_policy_gives_the_gradients_of_the_unrolled_loop(rule):
+    check_every_policy(rule)
+
+
+@pytest.mark.proof
+@rules("hc", "moda", "full with options")
+def test_every_policy_gives_the_gradients_of_other_unrolled_loops(rule):
+    check_every_policy(rule)
+
+
+def check_every_policy(rule):
     expected = gradients(build(rule, unroll=True))
     for policy in ("none", "dots", "sublayer", "layer", "group"):
         assert_same(gradients(build(rule, remat=Remat(policy, 2))), expected)
 
 
-@each_rule
+@rules("hc", "full")
 def test_meters_and_observers_are_those_of_the_unrolled_loop(rule):
     def observer(rule, params, carry, history, s):
         return jnp.mean(rule.stream(carry) ** 2)
@@ -100,7 +112,7 @@ def layer_params(model):
     return Sublayers(rule, branches), LayerParams({k: residual[k] for k in KINDS}, params)
 
 
-@each_rule
+@rules("moda", "block of 3")
 def test_stages_in_a_row_are_the_whole(rule):
     """Layers 0-2, 2-3 and 3-5 one after the other, each with a traced offset as a pipeline stage
     has it; the second cut is inside a block."""
