@@ -44,7 +44,10 @@ CHIPS: dict[str, Chip] = {chip.name: chip for chip in _TABLE}
 def chip_of_kind(device_kind: str) -> Chip | None:
     """The chip by `jax.Device.device_kind`; None where not known."""
     matches = [
-        (len(kind), chip.name) for chip in _TABLE for kind in chip.kinds if device_kind.startswith(kind)
+        (len(kind), chip.name)
+        for chip in _TABLE
+        for kind in chip.kinds
+        if device_kind.startswith(kind)
     ]
     return CHIPS[max(matches)[1]] if matches else None
 

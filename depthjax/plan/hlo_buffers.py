@@ -44,7 +44,9 @@ def largest_buffers(module: Module, count: int = 3) -> list[Buffer]:
     entry = ((i, True) for i in module.entry if i.opcode == "parameter")
     made = ((run.instruction, False) for run in executions(module)[0])
     for instruction, given in (*entry, *made):
-        aliases = instruction.opcode in _ALIASES or instruction.opcode.endswith(("-done", "-update"))
+        aliases = instruction.opcode in _ALIASES or instruction.opcode.endswith(
+            ("-done", "-update")
+        )
         if not given and (aliases or _in_place(module, instruction)):
             continue
         for array in instruction.arrays:
@@ -74,7 +76,9 @@ def shortened(op_name: str) -> str:
     text = re.sub(r"\b(jit|jvp|transpose|vmap|checkpoint|eval_jaxpr)\b", "", op_name)
     parts = [re.sub(r"[()]+", "", part) for part in text.split("/")]
     backward = "backward " if "transpose(" in op_name else ""
-    names = [part for part in parts if part and part not in ("while", "body", "closed_call", "_step")]
+    names = [
+        part for part in parts if part and part not in ("while", "body", "closed_call", "_step")
+    ]
     return backward + "/".join(names[-2:])
 
 

@@ -122,11 +122,15 @@ def _group(
     iota = re.search(r"replica_groups=\[([0-9,]+)\]<=\[([0-9,]+)\](?:T\(([0-9,]+)\))?", text)
     listed = re.search(r"replica_groups=\{(\{[0-9,{}]*\})\}", text)
     if iota:
-        shape, sizes, order = ([int(n) for n in (part or "").split(",") if n] for part in iota.groups())
+        shape, sizes, order = (
+            [int(n) for n in (part or "").split(",") if n] for part in iota.groups()
+        )
         ids = np.arange(math.prod(sizes)).reshape(sizes)
         groups = (ids.transpose(order) if order else ids).reshape(shape)
     elif listed:
-        groups = [[int(n) for n in part.split(",")] for part in re.findall(r"\{([0-9,]+)\}", listed[1])]
+        groups = [
+            [int(n) for n in part.split(",")] for part in re.findall(r"\{([0-9,]+)\}", listed[1])
+        ]
     else:
         groups = np.arange(devices).reshape(1, -1)
     return known.get(_as_sets(groups), "other"), len(groups[0])

@@ -203,7 +203,13 @@ def _window(convolution: Instruction) -> dict[int, tuple[int, int, int, int]]:
 
 @functools.lru_cache(maxsize=4096)
 def _valid_taps(
-    entries: int, taps: int, results: int, stride: int, pad: int, dilation: int, kernel_dilation: int
+    entries: int,
+    taps: int,
+    results: int,
+    stride: int,
+    pad: int,
+    dilation: int,
+    kernel_dilation: int,
 ) -> int:
     """Pairs of (result, tap) of one axis whose tap falls on an entry."""
     starts = np.arange(results) * stride - pad

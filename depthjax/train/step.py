@@ -63,6 +63,13 @@ class Program:
             lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self.replicated), shapes
         )
 
+    def lower(self) -> jax.stages.Lowered:
+        """`step` for the batches of the config, traced but not compiled: on any mesh, also one of
+        devices that are described and not there."""
+        train, context = self.config.train, self.config.model.context
+        batch = jax.ShapeDtypeStruct((train.batch, context), jnp.int32, sharding=self.by_row)
+        return self.step.lower(self.abstract_state(), batch)
+
     def model(self, params: Any) -> Transformer:
         """The model that holds `params`, a nested dict of arrays."""
         state = jax.tree.map(lambda leaf: leaf, self._shapes)
