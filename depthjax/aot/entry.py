@@ -151,9 +151,7 @@ def make_entry(
         seconds=seconds,
         mfu_ceiling=_ceiling(target, work, seconds),
         largest_buffers=largest_buffers(program) if program else [],
-        knobs=[]
-        if figures["fits"]
-        else helpful_knobs(config, mesh.size, held, figures["temp_bytes"] or 0, prefill),
+        knobs=_knobs(config, mesh.size, held, figures, prefill),
         grades=grades,
         notes=notes,
         **figures,
@@ -213,6 +211,13 @@ def _memory(compiled: Compiled, target: Target) -> dict[str, Any]:
     }
 
 
+def _knobs(config, devices: int, held, figures: Mapping[str, Any], prefill: int | None):
+    if figures["fits"]:
+        return []
+    missing = figures["peak_bytes"] - figures["capacity_bytes"]
+    return helpful_knobs(config, devices, held, figures["temp_bytes"], missing, prefill)
+
+
 def _capacity(target: Target) -> int:
     """Bytes that one device has for a program."""
     if target.chip is not None and target.chip.usable is not None:
@@ -263,6 +268,12 @@ def _notes(
     notes = []
     if unknown := executions(program)[1]:
         notes.append(f"{len(unknown)} loops of unknown length count once: {', '.join(unknown[:3])}")
+    names = [name for c in program.computations.values() for name in c.instructions]
+    if repeated := sum(".remat" in name for name in names):
+        notes.append(
+            f"memory is so tight that the compiler itself computes {repeated} values again, which "
+            "costs FLOPs and bytes"
+        )
     if flops.silent_kernels:
         kernels = ", ".join(flops.silent_kernels)
         notes.append(f"kernels that state no FLOPs count none: {kernels}")

@@ -6,13 +6,8 @@ from depthjax.config import Config
 from depthjax.plan.memory import TrainingBytes
 
 # Fields of the config that a knob stands for, in one place: they are looked up by these names.
-REMAT, ACCUMULATE, BATCH, CONTEXT, PARAMETERS = (
-    "model.remat",
-    "train.accumulate",
-    "train.batch",
-    "model.context",
-    "model.param_dtype",
-)
+REMAT, ACCUMULATE = "model.remat", "train.accumulate"
+CONTEXT, PARAMETERS = "model.context", "model.param_dtype"
 REMAT_OFF, REMAT_ON = ("False", "none"), "true"
 """Values under which everything is kept, and the one to try instead."""
 
@@ -30,37 +25,52 @@ def helpful_knobs(
     devices: int,
     held: TrainingBytes,
     temp_bytes: int,
+    missing: int,
     prefill: int | None = None,
     count: int = 2,
 ) -> list[Knob]:
-    """The `count` changes that would save most of a program with so many bytes of temporaries."""
+    """The `count` changes that would save most of a program with so many bytes of temporaries, of
+    which `missing` do not fit. What would train another model comes in only where nothing else is
+    left."""
     if prefill is not None:
         knobs = [Knob(f"--prefill {prefill // 2}", temp_bytes // 2)]
         knobs += _narrower(config, held.parameters)
-        return sorted(knobs, key=lambda knob: -knob.saves)[:count]
-    rows = config.train.batch // config.train.accumulate // devices
-    tokens = rows * config.model.context
-    gradient = 0 if config.train.accumulate > 1 else 2 * held.gradient
-    activations = max(temp_bytes - held.gradient, 0)
+        return _best(knobs, count)
+    train, activations = config.train, max(temp_bytes - held.gradient, 0)
+    rows = train.batch // train.accumulate // devices
+    # Accumulation adds up gradients in fp32, in an array of its own.
+    sums = held.gradient if train.accumulate == 1 else 0
     knobs = []
+    for pieces in _divisors(rows):
+        saved = activations - activations // pieces
+        knobs.append(Knob(f"--{ACCUMULATE} {train.accumulate * pieces}", saved - sums))
+        if saved - sums >= missing:
+            break
+    knobs = knobs[-1:]
+    for times in _divisors(rows):
+        saved = activations - activations // times
+        more = Knob(f"{times} times as many devices ({devices * times})", saved)
+        if saved >= missing:
+            break
     if rows > 1:
-        pieces = config.train.accumulate * 2
-        while config.train.batch % (pieces * devices) and pieces < config.train.batch:
-            pieces += config.train.accumulate
-        share = config.train.accumulate / pieces
-        if config.train.batch % (pieces * devices) == 0:
-            saved = int(activations * (1 - share)) - gradient
-            knobs.append(Knob(f"--{ACCUMULATE} {pieces}", saved))
-        if config.train.accumulate == 1:
-            knobs.append(Knob(f"--{BATCH} {config.train.batch // 2}", activations // 2))
+        knobs.append(more)
     if str(config.model.remat) in REMAT_OFF:
-        kept = tokens * held.layer_inputs_per_token
-        logits = 3 * tokens * held.logits_per_token // 2  # fp32, its gradient and bf16 twins
-        knobs.append(Knob(f"--{REMAT} {REMAT_ON}", max(activations - kept - logits, 0)))
-    knobs.append(Knob(f"--{CONTEXT} {config.model.context // 2}", activations // 2))
+        tokens = rows * config.model.context
+        kept = tokens * (held.layer_inputs_per_token + 2 * held.logits_per_token)
+        knobs.append(Knob(f"--{REMAT} {REMAT_ON}", activations - kept))
     knobs += _narrower(config, held.parameters + held.optimizer)
-    best = sorted(knobs, key=lambda knob: -knob.saves)[:count]
-    return [knob for knob in best if knob.saves > 0]
+    if rows == 1:
+        knobs.append(Knob(f"--{CONTEXT} {config.model.context // 2}", activations // 2))
+    return _best(knobs, count)
+
+
+def _divisors(rows: int) -> list[int]:
+    return [n for n in range(2, rows + 1) if rows % n == 0]
+
+
+def _best(knobs: list[Knob], count: int) -> list[Knob]:
+    saving = [knob for knob in knobs if knob.saves > 0]
+    return sorted(saving, key=lambda knob: -knob.saves)[:count]
 
 
 def _narrower(config: Config, held: int) -> list[Knob]:

@@ -25,9 +25,10 @@ def draw(entries: Sequence[Entry], path: pathlib.Path) -> pathlib.Path | None:
     first, names = entries[0], [entry.variant for entry in entries]
     panels = [panel for panel in _PANELS if panel[1](first)]
     figure = Figure(figsize=(11, 2 * (1.1 + 0.34 * len(entries))), layout="constrained")
-    figure.suptitle(
-        f"{first.shape}, {first.program}, {first.topology}: per device, against {first.variant}"
-    )
+    title = f"{first.shape}, {first.program}, {first.topology}: per device, against {first.variant}"
+    if not all(entry.fits for entry in entries):
+        title += " (red: does not fit)"
+    figure.suptitle(title)
     all_axes = figure.subplots(2, 3, sharey=True).flat
     for axes, (title, value, text) in zip(all_axes, panels, strict=False):
         values = [value(entry) for entry in entries]
@@ -45,7 +46,5 @@ def draw(entries: Sequence[Entry], path: pathlib.Path) -> pathlib.Path | None:
     for axes in list(figure.axes)[len(panels) :]:
         axes.set_visible(False)
     figure.axes[0].invert_yaxis()  # the first on top; the rows share it
-    if not all(entry.fits for entry in entries):
-        figure.text(0.01, 0.005, "red: does not fit the device", fontsize=8, color="tab:red")
     figure.savefig(path, dpi=150)
     return path

@@ -160,7 +160,12 @@ def _logical_lines(text: str) -> Iterator[str]:
     """Lines, where one that goes on (metadata and kernels may hold line breaks) is whole."""
     held = ""
     for line in text.splitlines():
-        begins = _INSTRUCTION.match(line) or _HEADER.match(line) or line.startswith(("}", "HloM"))
+        begins = (
+            _INSTRUCTION.match(line)
+            or _HEADER.match(line)
+            or line.rstrip() == "}"
+            or line.startswith("HloM")
+        )
         if begins and held:
             yield held
             held = ""
