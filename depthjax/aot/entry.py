@@ -269,7 +269,8 @@ def _notes(
     if unknown := executions(program)[1]:
         notes.append(f"{len(unknown)} loops of unknown length count once: {', '.join(unknown[:3])}")
     names = [name for c in program.computations.values() for name in c.instructions]
-    if repeated := sum(".remat" in name for name in names):
+    repeated = sum(".remat" in name for name in names)
+    if target.platform == "tpu" and repeated:
         notes.append(
             f"memory is so tight that the compiler itself computes {repeated} values again, which "
             "costs FLOPs and bytes"

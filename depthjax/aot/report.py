@@ -31,7 +31,9 @@ def big(value: float | None, unit: str) -> str:
 def duration(seconds: float | None) -> str:
     if seconds is None:
         return "?"
-    return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"
+    if seconds >= 1:
+        return f"{seconds:.2f} s"
+    return f"{seconds * 1e3:.3g} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.3g} us"
 
 
 def verdict(entry: Entry) -> str:
@@ -54,7 +56,8 @@ def print_entry(entry: Entry, console: Console) -> None:
 
 def rows(entry: Entry) -> list[tuple[str, str, str]]:
     """(figure, value, grade or the field that has it) of the table of one entry."""
-    work = f"{entry.sequences:,} x {entry.tokens:,} tokens on {entry.devices:,} devices"
+    plural = "" if entry.devices == 1 else "s"
+    work = f"{entry.sequences:,} x {entry.tokens:,} tokens on {entry.devices:,} device{plural}"
     found = [
         ("work of one run", work, "formula"),
         ("parameters", f"{gib(entry.parameter_bytes)}, {entry.parameters:,}", "parameter_bytes"),
@@ -76,11 +79,14 @@ def rows(entry: Entry) -> list[tuple[str, str, str]]:
         found.append((name, sent, "collective_bytes"))
     if not entry.collectives:
         found.append(("collectives", "none", "collective_bytes"))
-    times = ", ".join(f"{name} {duration(value)}" for name, value in entry.seconds.items())
     if entry.seconds:
-        limit = f"{duration(entry.roofline)}, bound by {entry.binding}"
         found += [
-            ("roofline time", f"{limit} ({times})", "seconds"),
+            ("roofline time", f"{duration(entry.roofline)}, bound by {entry.binding}", "seconds"),
+            (
+                "  " + ", ".join(entry.seconds),
+                ", ".join(map(duration, entry.seconds.values())),
+                "seconds",
+            ),
             ("MFU ceiling", f"{entry.mfu_ceiling:.1%}", "mfu_ceiling"),
         ]
     found += [
