@@ -127,7 +127,7 @@ def print_comparison(entries: Sequence[Entry], console: Console) -> None:
     title = f"{first.shape}, {first.program}, {first.topology}: per device, against {first.variant}"
     held = Table(title=title, title_justify="left", width=WIDTH, padding=(0, 1))
     held.add_column("residual", no_wrap=True)
-    for name in ("peak", "temporaries", "HBM traffic", "FLOPs", "fits"):
+    for name in ("peak", "temps", "HBM traffic", "FLOPs", "fits"):
         held.add_column(name, justify="right" if name != "fits" else "left")
     for entry in entries:
         held.add_row(
@@ -156,8 +156,8 @@ def print_comparison(entries: Sequence[Entry], console: Console) -> None:
         )
     console.print(rest)
     console.print(
-        "peak, temporaries, HBM traffic, FLOPs (as compiled), sent: counted from the executable; "
-        "roofline and MFU: formula over these counts and the chip's data sheet.",
+        "peak, temps (activations and temporaries), HBM traffic, FLOPs (as compiled), sent: counted "
+        "from the executable; roofline and MFU: formula over these and the chip's data sheet.",
         highlight=False,
         width=WIDTH,
     )

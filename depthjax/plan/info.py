@@ -45,7 +45,6 @@ def describe(config: Config) -> dict[str, Any]:
         **{f"parameters: {name}": f"{count:,}" for name, count in counts.items()},
         "parameters: total": f"{sum(counts.values()):,}",
         "forward FLOPs a token": f"{forward_flops_per_token(*cost):,}",
-        "training FLOPs a token": f"{training_flops_per_token(*cost):,}",
         **_residual_facts(residual, shape, dtype),
         "prefill of one context": f"{prefill_flops(*cost) / 1e12:.3g} TFLOP, one position's logits",
         "keys and values of one context": f"{cache / 2**20:,.1f} MiB",
@@ -56,6 +55,7 @@ def describe(config: Config) -> dict[str, Any]:
         "steps": f"{config.train.steps:,}, of which {config.warmup_steps:,} warmup",
         "peak learning rate": f"{config.peak_lr:g}",
         "training tokens": f"{config.tokens:,}",
+        "training FLOPs a token": f"{training_flops_per_token(*cost):,}",
         "training FLOPs": f"{training_flops_per_token(*cost) * config.tokens:.3e}",
     }
 
