@@ -156,8 +156,9 @@ def print_comparison(entries: Sequence[Entry], console: Console) -> None:
         )
     console.print(rest)
     console.print(
-        "peak, temps (activations and temporaries), HBM traffic, FLOPs (as compiled), sent: counted "
-        "from the executable; roofline and MFU: formula over these and the chip's data sheet.",
+        "peak, temps (activations and temporaries), HBM traffic, FLOPs (as compiled), sent: "
+        "counted from the executable; roofline and MFU: formula over these and the chip's data "
+        "sheet.",
         highlight=False,
         width=WIDTH,
     )

@@ -120,9 +120,11 @@ def prepare_environment(wanted: Target) -> None:
         os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
     else:
         os.environ.setdefault("JAX_PLATFORMS", "cpu")
-    if wanted.platform == "cpu" and wanted.devices > 1:
+    if wanted.platform == "cpu":
         import jax
 
+        if wanted.devices <= jax.config.jax_num_cpu_devices:
+            return
         with contextlib.suppress(RuntimeError):  # the backend runs already, with its own number
             jax.config.update("jax_num_cpu_devices", wanted.devices)
 

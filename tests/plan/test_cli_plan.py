@@ -187,7 +187,7 @@ def entry(variant: str, **changes) -> Entry:
         "flops_formula": 987.6e18,
         "collective_bytes": 1e15,
         "collectives": [Collective("collective-permute", "data+tensor", 4096, 1e6, 1e15, 1e15)],
-        "hlo_instructions": 1234567,
+        "hlo_instructions": 123456,
         "compile_cpu_s": 12345.6,
         "seconds": {"compute": 1234.5, "memory": 2345.6, "links": 0.001},
         "mfu_ceiling": 0.123,
