@@ -186,7 +186,9 @@ def _window(convolution: Instruction) -> dict[int, tuple[int, int, int, int]]:
     """Spatial axis -> (stride, padding in front, dilation of the input, of the kernel)."""
     text = convolution.attribute(r"window=\{([^}]*)\}") or ""
     parts = dict(re.findall(r"(\w+)=([0-9x_\-]+)", text))
-    rank = len(parts["size"].split("x")) if "size" in parts else 0
+    if "size" not in parts:
+        return {}
+    rank = len(parts["size"].split("x"))
 
     def values(name: str, default: str) -> list[int]:
         return [int(part.split("_")[0]) for part in parts.get(name, default).split("x")]

@@ -213,7 +213,7 @@ def test_tables_fit_80_columns(capsys):
     out = capsys.readouterr().out
     assert max(len(line.rstrip()) for line in out.splitlines()) <= 80
     assert "…" not in out
-    assert "does not fit: 12012.18 GiB too much" in out
+    assert "does not fit: 12012.19 GiB too much" in out
 
 
 def test_numbers_as_people_write_them():

@@ -78,6 +78,11 @@ def test_batched_products_and_dot_products():
 
 # A TPU writes batched products as convolutions. Each is one product of known size.
 CONVOLUTIONS = {
+    "x w without any window": (
+        "f32[512,1376] convolution(%a, %b), dim_labels=bf_io->bf",
+        ("f32[512,512]", "f32[512,1376]"),
+        512 * 512 * 1376,
+    ),
     "x w for 16 heads of 76: the window slides over padding": (
         "bf16[2,2048,16,76] convolution(%a, %b), window={size=1x16 pad=0_0x15_15 rhs_reversal=0x1},"
         " dim_labels=0bf1_i1o0->0b1f",
