@@ -130,8 +130,10 @@ def make_entry(
     seconds = _seconds(target, flops, figures["hbm_bytes"], figures["collective_bytes"])
     notes = _notes(target, program, flops, work, config)
     grades = dict(GRADES)
-    if flops and (flops.kernels or flops.silent_kernels):
+    if flops and flops.kernels:
         grades["flops_compiled"] = f"{COUNTED}, kernels by their own estimate"
+    if flops and flops.attention:
+        grades["flops_compiled"] = f"{COUNTED}, attention kernels by formula"
     if program is None:
         grades |= {"temp_bytes": MODEL, "peak_bytes": MODEL}
     return Entry(

@@ -30,26 +30,31 @@ class Flops:
 
     matmul: products of two matrices, batched or not. vector: products where one side has no axis
     of its own (dot products, weighted sums). kernels: what custom kernels say of themselves.
-    silent_kernels: custom kernels that say nothing.
+    attention: kernels of attention that say nothing, by formula: half the square, as causal.
+    silent_kernels: other custom kernels that say nothing.
     """
 
     matmul: float = 0.0
     vector: float = 0.0
     kernels: float = 0.0
+    attention: float = 0.0
     silent_kernels: tuple[str, ...] = ()
 
     @property
     def total(self) -> float:
-        return self.matmul + self.vector + self.kernels
+        return sum(self._counts)
+
+    @property
+    def _counts(self) -> tuple[float, ...]:
+        return self.matmul, self.vector, self.kernels, self.attention
 
     def __add__(self, other: "Flops") -> "Flops":
         silent = tuple(dict.fromkeys(self.silent_kernels + other.silent_kernels))
-        sums = (self.matmul + other.matmul, self.vector + other.vector)
-        return Flops(*sums, self.kernels + other.kernels, silent)
+        pairs = zip(self._counts, other._counts, strict=True)
+        return Flops(*(a + b for a, b in pairs), silent)
 
     def __mul__(self, times: float) -> "Flops":
-        scaled = (self.matmul * times, self.vector * times, self.kernels * times)
-        return Flops(*scaled, self.silent_kernels)
+        return Flops(*(count * times for count in self._counts), self.silent_kernels)
 
 
 _WRAPPERS = ("call", "async-start", "call-start", "custom-call-start")
@@ -242,8 +247,8 @@ def _custom_call(computation: Computation, call: Instruction) -> Flops:
         return Flops(kernels=float(stated))
     if "gemm" in target or "matmul" in target:
         return _gemm(computation, call)
-    if "fmha" in target:
-        return _fmha(call)
+    if "fmha" in target or re.search("splash|flash", call.name + call.op_name):
+        return _attention(computation, call)
     if target in _SILENT or not re.search("kernel|tpu_custom|mosaic|triton|cudnn", target):
         return Flops()
     return Flops(silent_kernels=(target,))
@@ -259,13 +264,29 @@ def _gemm(computation: Computation, call: Instruction) -> Flops:
     return Flops(matmul=2.0 * math.prod(call.arrays[0].shape) * contracted)
 
 
-def _fmha(call: Instruction) -> Flops:
-    """cuDNN's attention by formula: 2 products forward, 5 backward, half of them for causal."""
-    shape = call.arrays[0].shape  # [B, T, H, E] or [B, H, T, E]
-    if len(shape) != 4:
-        return Flops(silent_kernels=("fmha",))
+# Products of an attention kernel over the square of positions, by what its name holds.
+_PRODUCTS = (
+    ("fmha.*backward", 5),
+    ("dkv_dq|dq_dkv", 5),
+    ("dkv", 4),
+    ("dq", 3),
+    ("bwd", 5),
+    ("", 2),
+)
+
+
+def _attention(computation: Computation, call: Instruction) -> Flops:
+    """An attention kernel's products, of which a causal one does half."""
     target = call.attribute(r'custom_call_target="([^"]*)"') or ""
-    lengths = max(shape[1], shape[2])
-    products = 5 if "Backward" in target else 2
-    causal = 0.5 if "CAUSAL" in call.attributes else 1.0
-    return Flops(kernels=products * 2.0 * math.prod(shape) * lengths * causal)
+    name = f"{target} {call.name}".lower()
+    products = next(count for pattern, count in _PRODUCTS if re.search(pattern, name))
+    made = (computation.get(operand) for operand in call.operands)
+    inputs = [one.arrays[0] for one in made if one is not None and one.arrays]
+    query = next(
+        (a for a in inputs if a.dtype in ("bf16", "f16", "f32") and len(a.shape) > 2), None
+    )
+    if query is None:
+        return Flops(silent_kernels=(target,))
+    # [..., H, T, E] in kernels for TPUs, [B, T, H, E] or [B, H, T, E] in cuDNN's.
+    length = query.shape[-2] if "fmha" not in target else max(query.shape[-3:-1])
+    return Flops(attention=products * math.prod(query.shape) * length)

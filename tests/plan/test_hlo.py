@@ -150,6 +150,24 @@ ENTRY %main (a: f32[8]) -> f32[8] {
         parse("nothing")
 
 
+@pytest.mark.parametrize(
+    ("name", "products"), [("splash_mha_fwd.1", 2), ("splash_mha_dkv.2", 4), ("splash_mha_dq", 3)]
+)
+def test_attention_kernels_do_half_the_square(name, products):
+    """The forward has q k and p v; its backward again q k, and dv, dp, dk in one kernel, dp and dq
+    in the other."""
+    shape = "bf16[2,4,1024,128]"
+    text = f"""ENTRY %main (a: f32[]) -> f32[] {{
+  %i = s8[1,8,8] parameter(0)
+  %q = {shape} parameter(1)
+  ROOT %{name} = {shape} custom-call(%i, %q, %q, %q), custom_call_target="tpu_custom_call"
+}}"""
+    counted = count_flops(parse(text))
+    assert counted.attention == products * 2 * (2 * 4 * 1024 * 1024 * 128) / 2
+    assert counted.total == counted.attention
+    assert counted.silent_kernels == ()
+
+
 def test_bytes_of_arrays():
     """A tile of 8 x 128 is stored whole."""
     assert Array("bf16", (2, 2048, 76), "2,1,0:T(8,128)(2,1)").bytes == 2 * 2048 * 128 * 2
