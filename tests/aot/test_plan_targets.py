@@ -103,8 +103,10 @@ def test_a_scan_is_its_unrolled_twin():
     moved = [hbm_bytes(module) for module in counts]
     least = 8 * 2 * (2048**2 + 2 * 1024 * 2048)  # each matrix, each activation in and out
     assert moved[1] == pytest.approx(least, rel=0.01)
-    # The loop copies its carry, since a product cannot overwrite its own operand.
-    assert least <= moved[0] <= 1.6 * least
+    # The loop copies its carry, since a product cannot overwrite its own operand; the entry may
+    # change the layout of what goes in and comes out.
+    copy = 2 * 2 * 1024 * 2048
+    assert least <= moved[0] <= least + (8 + 2) * copy + 1000
 
 
 def test_compile_cost_does_not_grow_with_depth():
