@@ -1,4 +1,4 @@
-"""The command line: `depthjax train | eval | info | convert | data`.
+"""The command line: `depthjax train | eval | info | plan | convert | data`.
 
 Everything heavy is imported inside the command that needs it, and bad input ends every command in
 one way: one sentence on stderr, exit status 2.
@@ -24,6 +24,8 @@ usage: depthjax COMMAND ...
                                      folder
   info [CONFIG] [--field value ...]  shape, parameters, FLOPs, tokens; without CONFIG, all shapes
                                      and residual connections
+  plan CONFIG [--topology T] ...     memory, traffic, FLOPs and fit on a pod that is not there;
+                                     --help lists its options
   convert IN OUT [--from F] [--to F] checkpoints of others and back, as files or folders; --help
                                      lists formats; --to-residual NAME changes the connection
   data prepare INPUT... --out DIR    text files, folders or hf:// URLs into token shards
@@ -43,7 +45,8 @@ folder; any of its fields can be overridden:
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Runs one command and exits: 0 done, 2 bad input, 1 training diverged, 130 Ctrl-C."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
-    commands = {"train": _train, "eval": _eval, "info": _info, "convert": _convert, "data": _data}
+    commands = {"train": _train, "eval": _eval, "info": _info, "plan": _plan}
+    commands |= {"convert": _convert, "data": _data}
     if arguments[:1] == ["train"]:
         # While importing nothing is at stake, and an exception may be lost in a library's callback.
         signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
@@ -133,6 +136,13 @@ def _info(arguments: Sequence[str]) -> int:
         print_shapes()
     else:
         print_config(_config_file(arguments, "depthjax info").check())
+    return 0
+
+
+def _plan(arguments: Sequence[str]) -> int:
+    from depthjax.cli_plan import run
+
+    run(arguments)
     return 0
 
 

@@ -64,8 +64,8 @@ class ModelConfig:
     param_dtype: Literal["bfloat16", "float32"] = "float32"
     """Of the parameters that the optimizer updates."""
     remat: Literal["none", "dots", "sublayer", "layer", "group"] = "none"
-    """What the backward pass computes again, beside all reads over the depth: none (nothing else),
-    dots (all but matrix products), sublayer, layer or group (all, from the state in front of it)."""
+    """What the backward pass computes again, beside reads over the depth: none (nothing else), dots
+    (all but matrix products), sublayer, layer or group (all, from the state in front of each)."""
     remat_group: int | None = None
     """Layers in a group; None: the square root of their number, rounded."""
 
@@ -229,8 +229,7 @@ class Config:
         }
         for name, (value, least) in at_least.items():
             if value is not None and value < least:
-                wanted = f"at least {least}" if least else "0 or more"
-                raise InputError(f"{name} is {value}: give {wanted}")
+                raise InputError(f"{name} is {value}: give {least} or more")
         positive = {f"train.{n}": getattr(train, n) for n in ("adam_eps", "clip_norm")}
         positive |= {"train.peak_lr": self.peak_lr}
         positive |= {"train.guard_norm": train.guard_norm, "model.rope_theta": model.rope_theta}
@@ -252,8 +251,8 @@ class Config:
             )
         if model.remat_group is not None and model.remat != "group":
             raise InputError(
-                f"model.remat_group is {model.remat_group}, but model.remat is {model.remat}: leave "
-                "it out, or take model.remat group"
+                f"model.remat_group is {model.remat_group}, but model.remat {model.remat}: leave it "
+                "out, or take model.remat group"
             )
         return self
 

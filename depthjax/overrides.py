@@ -23,7 +23,7 @@ def override(
     override fields of what it returns. Raises InputError naming an unknown field or a wrong value.
     """
     arguments = [_underscored(argument) for argument in arguments]
-    rest, dials = _take(arguments, _DIALS)
+    rest, dials = take(arguments, _DIALS)
     default = load(dials["--model.shape"], dials["--model.residual"])
     return parse(
         lambda: tyro.cli(
@@ -67,9 +67,7 @@ def _underscored(argument: str) -> str:
     return f"--{name.replace('-', '_')}{equals}{value}"
 
 
-def _take(
-    arguments: Iterable[str], names: Sequence[str]
-) -> tuple[list[str], dict[str, str | None]]:
+def take(arguments: Iterable[str], names: Sequence[str]) -> tuple[list[str], dict[str, str | None]]:
     """Splits off the last `NAME value` or `NAME=value` of each name."""
     found: dict[str, str | None] = dict.fromkeys(names)
     rest, queue = [], list(arguments)

@@ -25,10 +25,15 @@ MAY_IMPORT = {
     "plan": {"config", "data", "models", "residuals", "errors"},
     "interop": {"config", "data", "models", "residuals", "errors"},
     "train": {"interop", "config", "data", "models", "plan", "residuals", "kernels", "errors"},
+    "aot": {"train", "plan", "config", "errors"},
     "overrides": {"config", "errors"},
     "cli_data": {"overrides", "data", "errors"},
     "cli_convert": {"overrides", "interop", "train", "config", "models", "residuals", "errors"},
-    "cli": {"train", "plan", "config", "overrides", "cli_data", "cli_convert", "errors"},
+    "cli_plan": {"aot", "overrides", "config", "data", "errors"},
+    "cli": {
+        *("train", "plan", "config", "overrides", "errors"),
+        *("cli_data", "cli_convert", "cli_plan"),
+    },
     "__main__": {"cli"},
     "__init__": set(),
 }

@@ -1,4 +1,4 @@
-"""Floating-point operations of the model, and the peak rates of known devices.
+"""Floating-point operations of the model, by formula.
 
 A multiply-add counts 2; norms, softmax and rotary positions are left out (DepthBench, appendix D).
 Training counts three forward passes: the backward computes two products for each one.
@@ -16,10 +16,9 @@ def forward_flops_per_token(
     causal: count the lower half of the attention matrix, as model FLOPs do; without it the whole,
     as a kernel without skipping executes. `residual` must be bound to the shape's depth.
     """
-    attention = 4 * shape.heads * shape.head_dim * context // (2 if causal else 1)
-    branches = 2 * shape.branch_parameters() + shape.layers * attention
     head = 2 * shape.width * vocab
-    return branches + head + residual.flops_per_token(shape.layers, shape.width)
+    extra = residual.flops_per_token(shape.layers, shape.width)
+    return _branches(shape, context, causal) + head + extra
 
 
 def training_flops_per_token(shape: Shape, vocab: int, context: int, residual: Residual) -> int:
@@ -27,24 +26,24 @@ def training_flops_per_token(shape: Shape, vocab: int, context: int, residual: R
     return 3 * forward_flops_per_token(shape, vocab, context, residual)
 
 
-# Dense 16-bit FLOP/s of one JAX device, from the vendors' data sheets.
-_PEAKS = {
-    "TPU v4": 275e12,
-    "TPU v5 lite": 197e12,
-    "TPU v5e": 197e12,
-    "TPU v5p": 459e12,
-    "TPU v5": 459e12,
-    "TPU v6 lite": 918e12,
-    "TPU v6e": 918e12,
-    "TPU7x": 1153.5e12,  # a chip is two devices
-    "NVIDIA A100": 312e12,
-    "NVIDIA H100": 989e12,
-    "NVIDIA H200": 989e12,
-    "NVIDIA B200": 2250e12,
-}
+def prefill_flops(
+    shape: Shape, vocab: int, tokens: int, residual: Residual, *, every_logit: bool = False
+) -> int:
+    """Forward FLOPs of one sequence of `tokens`, with the logits of its last position or of all."""
+    extra = residual.flops_per_token(shape.layers, shape.width)
+    head = 2 * shape.width * vocab * (tokens if every_logit else 1)
+    return tokens * (_branches(shape, tokens, causal=True) + extra) + head
 
 
-def peak_flops(device_kind: str) -> float | None:
-    """Peak dense bf16 FLOP/s of a device by `jax.Device.device_kind`; None where not known."""
-    matches = [name for name in _PEAKS if device_kind.startswith(name)]
-    return _PEAKS[max(matches, key=len)] if matches else None
+def matmul_flops_per_sequence(shape: Shape, vocab: int, tokens: int, residual: Residual) -> int:
+    """Products of two matrices in one training step without rematerialisation, of one sequence of
+    `tokens` whose last position gets no logits: what a compiled program with attention over the
+    whole T x T square executes."""
+    mixed = residual.matmul_flops_per_token(shape.layers, shape.width)
+    forward = tokens * (_branches(shape, tokens, causal=False) + mixed)
+    return 3 * (forward + (tokens - 1) * 2 * shape.width * vocab)
+
+
+def _branches(shape: Shape, context: int, causal: bool) -> int:
+    attention = 4 * shape.heads * shape.head_dim * context // (2 if causal else 1)
+    return 2 * shape.branch_parameters() + shape.layers * attention

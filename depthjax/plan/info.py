@@ -5,15 +5,17 @@ import re
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 from rich.console import Console
 from rich.table import Table
 
 from depthjax.config import Config, build_model
 from depthjax.data import load_tokenizer
-from depthjax.models import SHAPES
-from depthjax.plan.flops import forward_flops_per_token, training_flops_per_token
-from depthjax.residuals import REGISTRY
+from depthjax.models import SHAPES, Shape
+from depthjax.plan.flops import forward_flops_per_token, prefill_flops, training_flops_per_token
+from depthjax.plan.memory import key_value_bytes, training_bytes
+from depthjax.residuals import REGISTRY, Residual
 
 
 def parameter_counts(config: Config, vocab: int) -> dict[str, int]:
@@ -29,6 +31,9 @@ def describe(config: Config) -> dict[str, Any]:
     vocab = model.vocab or load_tokenizer(config.data.tokenizer).vocab_size
     counts = parameter_counts(config, vocab)
     cost = (shape, vocab, model.context, residual)
+    held = training_bytes(config, vocab, sum(counts.values()))
+    dtype = jnp.dtype(model.dtype)
+    cache = key_value_bytes(shape, model.context, dtype.itemsize, residual)
     return {
         "shape": model.shape,
         "layers": shape.layers,
@@ -40,13 +45,36 @@ def describe(config: Config) -> dict[str, Any]:
         **{f"parameters: {name}": f"{count:,}" for name, count in counts.items()},
         "parameters: total": f"{sum(counts.values()):,}",
         "forward FLOPs a token": f"{forward_flops_per_token(*cost):,}",
-        "training FLOPs a token": f"{training_flops_per_token(*cost):,}",
+        **_residual_facts(residual, shape, dtype),
+        "prefill of one context": f"{prefill_flops(*cost) / 1e12:.3g} TFLOP, one position's logits",
+        "keys and values of one context": f"{cache / 2**20:,.1f} MiB",
+        "parameters; with Adam": f"{held.parameters / 2**30:,.2f} GiB; "
+        f"{(held.parameters + held.optimizer) / 2**30:,.2f} GiB",
         "context": f"{model.context:,} tokens",
         "batch": f"{config.train.batch:,} sequences, {config.train.batch * model.context:,} tokens",
         "steps": f"{config.train.steps:,}, of which {config.warmup_steps:,} warmup",
         "peak learning rate": f"{config.peak_lr:g}",
         "training tokens": f"{config.tokens:,}",
+        "training FLOPs a token": f"{training_flops_per_token(*cost):,}",
         "training FLOPs": f"{training_flops_per_token(*cost) * config.tokens:.3e}",
+    }
+
+
+def _residual_facts(residual: Residual, shape: Shape, dtype: Any) -> dict[str, str]:
+    """What the residual connection says of its own cost, a token."""
+    sizes = (shape.layers, shape.width)
+    state = residual.state_bytes_per_token(*sizes, dtype)
+    carry = residual.carry_bytes_per_token(*sizes, dtype)
+    countings = residual.flop_countings(*sizes)
+    if len(countings) == 1:
+        countings = {"forward": residual.flops_per_token(*sizes)}
+    moved = residual.elements_moved(*sizes)
+    return {
+        **{f"  residual's, {name}": f"{count:,}" for name, count in countings.items()},
+        "depth state a token": f"{state:,} bytes, {carry:,} of them carried",
+        "moved a token and sublayer": "\n".join(
+            f"{elements / shape.width:.4g} D ({name})" for name, elements in moved.items()
+        ),
     }
 
 

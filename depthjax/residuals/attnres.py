@@ -161,6 +161,22 @@ class _AttnRes(Residual):
         """4 D a source, for its logit and its share of the sum; 1 + ceil(s / b) sources at s."""
         return 4 * width * sum(self.sources(s) for s in range(1, 2 * layers + 1))
 
+    def elements_moved(self, layers, width):
+        """With N sources of S sublayers each (Attention Residuals, table 1; its own counts take
+        keys and values as two reads, a naive loop reads every source at every sublayer):
+
+        naive 2 ((N + 1) / 2 + (S - 1) / S) + 1, one pass over each source
+        (N + 1) / 2 + (S - 1) / S + 1, in units of D.
+        """
+        sublayers, size = 2 * layers, self.block
+        mean = (sublayers / size + 1) / 2 + (size - 1) / size
+        moved = {"naive, keys and values apart": 2 * mean + 1, "naive, one pass": mean + 1}
+        return {name: count * width for name, count in (self._two_phase(layers) | moved).items()}
+
+    def _two_phase(self, layers: int) -> dict[str, float]:
+        """What two phases move, in units of D."""
+        raise NotImplementedError
+
 
 def _direction(params) -> jax.Array:
     """Query times key scale, [..., D] in at least fp32."""
@@ -212,6 +228,11 @@ class FullAttnRes(_AttnRes):
     def block(self):
         return 1
 
+    def _two_phase(self, layers):
+        """S + N, with N groups of S = 16 queries."""
+        size = min(16, 2 * layers)
+        return {f"two phases of {size}": size + 2 * layers / size}
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BlockAttnRes(_AttnRes):
@@ -242,6 +263,17 @@ class BlockAttnRes(_AttnRes):
                 f"choose 1 to {2 * layers}"
             )
         return dataclasses.replace(self, block_size_sublayers=size)
+
+    def _two_phase(self, layers):
+        """N / S + 5."""
+        return {"two phases": 2 * layers / self.block**2 + 5}
+
+    def flop_countings(self, layers, width):
+        """The study's formula has 2 + floor(k / b) sources at reader k, one more than are read
+        whenever b divides k, and 9 at the final read (DepthBench, appendix D)."""
+        readers = (2 + k // self.block for k in range(1, 2 * layers))
+        published = 4 * width * (sum(readers) + 9)
+        return {**super().flop_countings(layers, width), "as published": published}
 
     @classmethod
     def of_blocks(cls, blocks: int, layers: int, **options) -> "BlockAttnRes":

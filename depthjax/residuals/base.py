@@ -225,6 +225,42 @@ class Residual:
         """Forward FLOPs a token beyond the branches and the norms (a multiply-add counts 2)."""
         return 0
 
+    def matmul_flops_per_token(self, layers: int, width: int) -> int:
+        """The part of `flops_per_token` that is products of two matrices, each with an axis of its
+        own; the rest is dot products and weighted sums."""
+        return 0
+
+    def flop_countings(self, layers: int, width: int) -> dict[str, int]:
+        """The ways of counting `flops_per_token` that are in use, by name; the first is its own."""
+        return {"as computed": self.flops_per_token(layers, width)}
+
+    def kept_per_token(self, layers: int, width: int) -> int:
+        """Elements that decoding keeps of each past token, beside the keys and values of attention:
+        none where, as in all variants here, depth is read at the token's own position only."""
+        return 0
+
+    def state_bytes_per_token(self, layers: int, width: int, dtype: Any) -> int:
+        """Bytes a token of the depth state, carry and full history, at activations of `dtype`."""
+        embedding = jax.ShapeDtypeStruct((width,), dtype)
+        return _bytes(jax.eval_shape(lambda x: self.begin(x, layers), embedding))
+
+    def carry_bytes_per_token(self, layers: int, width: int, dtype: Any) -> int:
+        """The same of the carry alone."""
+        embedding = jax.ShapeDtypeStruct((width,), dtype)
+        return _bytes(jax.eval_shape(lambda x: self.begin(x, layers)[0], embedding))
+
+    def elements_moved(self, layers: int, width: int) -> dict[str, float]:
+        """Elements that the moves of the forward read and write, a token and sublayer on average,
+        by how they are carried out (Attention Residuals, table 1): here d of the stream and d of
+        the branch in, d out."""
+        return {"stream": 3.0 * width}
+
+
+def _bytes(state: Any) -> int:
+    """Of a token's abstract state, counters aside."""
+    leaves = [leaf for leaf in jax.tree.leaves(state) if leaf.ndim]
+    return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves)
+
 
 def append(history, appended: Appended):
     """Writes `appended` = (rows, slot, flag) into the history; an unset flag changes nothing."""

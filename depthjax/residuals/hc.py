@@ -78,6 +78,12 @@ class StreamResidual(Residual):
     def stream(self, carry):
         return self.collapse(carry["streams"])
 
+    def elements_moved(self, layers, width):
+        """Unfused, as the paper counts mHC: coefficients, pre-map, post-map, transport and merge
+        one by one (Attention Residuals, table 1)."""
+        m = self.streams
+        return {"unfused": (8.0 * m + 2) * width + 2 * m * m + 4 * m}
+
     def observe(self, params, carry, history, s):
         """{"read" [..., m], "write" [..., m], "transport" [..., m, m]} of sublayer s; the final
         read has none."""
@@ -149,3 +155,8 @@ class HC(StreamResidual):
         the write; m = 4 gives DepthBench's 192 D a layer."""
         m = self.streams
         return 2 * layers * width * (2 * m * (m + 2) + 2 * m * (m + 1) + 2 * m)
+
+    def matmul_flops_per_token(self, layers, width):
+        """The alpha gates' m (m + 1) projections and the transport."""
+        m = self.streams
+        return 2 * layers * width * (2 * m * (m + 1) + 2 * m * m)

@@ -133,6 +133,11 @@ class MHC(StreamResidual):
         m = self.streams
         return 2 * layers * width * (2 * m * (m * m + 2 * m) + 2 * m * (m + 1) + 2 * m)
 
+    def matmul_flops_per_token(self, layers, width):
+        """phi and the transport."""
+        m = self.streams
+        return 2 * layers * width * (2 * m * (m * m + 2 * m) + 2 * m * m)
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _ProjectedMHC(StreamResidual):
@@ -189,6 +194,12 @@ class _ProjectedMHC(StreamResidual):
         m = self.streams
         columns = 2 * m + math.prod(self.transport_shape)
         return 2 * layers * width * (2 * m * columns + 2 * m * (m + 1) + 2 * m)
+
+    def matmul_flops_per_token(self, layers, width):
+        """The projections and the transport."""
+        m = self.streams
+        columns = 2 * m + math.prod(self.transport_shape)
+        return 2 * layers * width * (2 * m * columns + 2 * m * m)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -283,3 +294,7 @@ class MHCStatic(StreamResidual):
         """A sublayer: 2 m (m + 1) D for read and transport, 2 m D for the write."""
         m = self.streams
         return 2 * layers * width * (2 * m * (m + 1) + 2 * m)
+
+    def matmul_flops_per_token(self, layers, width):
+        """The transport."""
+        return 2 * layers * width * 2 * self.streams**2

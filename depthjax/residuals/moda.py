@@ -98,6 +98,16 @@ class MoDA(Residual):
         projections = 4 * width * self.kv_heads * self.head_dim * (layers - 1)
         return projections + 4 * width * sum(2 * i for i in range(layers))
 
+    def matmul_flops_per_token(self, layers, width):
+        """The projections."""
+        return 4 * width * self.kv_heads * self.head_dim * (layers - 1)
+
+    def elements_moved(self, layers, width):
+        """The stream, the key and value that each sublayer leaves, and those that attention reads:
+        2 i entries in layer i."""
+        entry = 2 * self.kv_heads * self.head_dim
+        return {"stream and depth cache": 3.0 * width + entry + entry * (layers - 1) / 2}
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PostLNMoDA(MoDA):

@@ -54,7 +54,7 @@ class Program:
         self._by_micro_row = NamedSharding(mesh, P(None, "data"))
         self.init = jax.jit(self._init, out_shardings=self.replicated)
         self.start = jax.jit(self._start, out_shardings=self.replicated)
-        step, heldout = self._on_mesh(self._step), self._on_mesh(self._heldout)
+        step, heldout = self.on_mesh(self._step), self.on_mesh(self._heldout)
         self.step = jax.jit(step, donate_argnums=0, out_shardings=self.replicated)
         self.heldout = jax.jit(heldout, out_shardings=self.replicated)
 
@@ -64,6 +64,13 @@ class Program:
         return jax.tree.map(
             lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self.replicated), shapes
         )
+
+    def lower(self) -> jax.stages.Lowered:
+        """`step` for the batches of the config, traced but not compiled: on any mesh, also one of
+        devices that are described and not there."""
+        train, context = self.config.train, self.config.model.context
+        batch = jax.ShapeDtypeStruct((train.batch, context), jnp.int32, sharding=self.by_row)
+        return self.step.lower(self.abstract_state(), batch)
 
     def model(self, params: Any) -> Transformer:
         """The model that holds `params`, a nested dict of arrays."""
@@ -75,7 +82,7 @@ class Program:
         """This process's rows [B / P, ...] of a global batch, as the global array [B, ...]."""
         return jax.make_array_from_process_local_data(self.by_row, rows)
 
-    def _on_mesh(self, function: Callable) -> Callable:
+    def on_mesh(self, function: Callable) -> Callable:
         """`function`, traced where layers and losses find the mesh."""
 
         @functools.wraps(function)

@@ -1,0 +1,111 @@
+"""Compiles one program ahead of time, and says what it took."""
+
+import contextlib
+import dataclasses
+import re
+import resource
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from rich.console import Console
+from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+from depthjax.aot.topology import Target
+from depthjax.config import Config
+from depthjax.errors import InputError
+from depthjax.train.step import Program
+
+_EFFORTS = {
+    "tpu": {"O0": {"xla_optimization_level": "EFFORT_O0"}},
+    "cpu": {"O0": {"xla_backend_optimization_level": 0}},
+    "gpu": {"O0": {"xla_backend_optimization_level": 0}},
+}
+# A program that does not fit is compiled all the same, so that it can be told by how much.
+_KEEP_GOING = {"tpu": {"xla_tpu_no_crash_on_oom": "true"}}
+
+
+@dataclasses.dataclass(frozen=True)
+class Compiled:
+    """A compiled program, or what the compiler said when it gave up for lack of memory."""
+
+    executable: jax.stages.Compiled | None
+    cpu_seconds: float
+    needed: int | None = None
+    """Bytes of temporaries that the compiler asked for, where it gave up."""
+
+
+def effort_options(effort: str | None, platform: str) -> dict[str, Any]:
+    """Compiler options of `--effort`; InputError where it is unknown."""
+    if effort is None:
+        return {}
+    if effort not in _EFFORTS[platform]:
+        raise InputError(f"effort is {effort!r}: use O0, or leave it out for the full one")
+    return dict(_EFFORTS[platform][effort])
+
+
+def lower_training(config: Config, vocab: int, mesh: jax.sharding.Mesh) -> jax.stages.Lowered:
+    """The optimizer step that `depthjax train` runs."""
+    return Program(config, vocab, mesh).lower()
+
+
+def lower_prefill(
+    config: Config, vocab: int, mesh: jax.sharding.Mesh, tokens: int
+) -> jax.stages.Lowered:
+    """The forward over one sequence of `tokens` a device, to the logits of the last position."""
+    program = Program(config, vocab, mesh)
+
+    def prefill(params, input_ids):
+        model = program.model(params)
+        return model.logits(model.features(input_ids)[0][:, -1:])
+
+    ids = jax.ShapeDtypeStruct((mesh.size, tokens), jnp.int32, sharding=program.by_row)
+    jitted = jax.jit(program.on_mesh(prefill), out_shardings=program.by_row)
+    return jitted.lower(program.abstract_state().params, ids)
+
+
+def compile_lowered(
+    lowered: jax.stages.Lowered, target: Target, options: dict[str, Any]
+) -> Compiled:
+    """Compiles; a lack of memory is an answer, not an error."""
+    before = _cpu_seconds()
+    extra = _KEEP_GOING.get(target.platform, {})
+    try:
+        try:
+            executable = lowered.compile(options | extra)
+        except Exception as error:
+            if "No such compile option" not in str(error) or not extra:
+                raise
+            executable = lowered.compile(options)  # a compiler that does not know how to go on
+    except Exception as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        return Compiled(None, _cpu_seconds() - before, _needed(str(error)))
+    return Compiled(executable, _cpu_seconds() - before)
+
+
+def _needed(message: str) -> int:
+    """Bytes that an out-of-memory message asks for."""
+    found = re.search(r"(?:required for HLO temporaries \(|Used )([0-9.]+)([KMGT]?)", message)
+    if not found:
+        return 0
+    return int(float(found[1]) * 1024 ** " KMGT".index(found[2] or " "))
+
+
+def _cpu_seconds() -> float:
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    return usage.ru_utime + usage.ru_stime
+
+
+@contextlib.contextmanager
+def working(console: Console, text: str) -> Iterator[None]:
+    """Shows that something takes long: a spinner and a clock, or one line in a log."""
+    if not console.is_terminal:
+        console.print(text, soft_wrap=True, highlight=False)
+        yield
+        return
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True) as progress:
+        progress.add_task(text)
+        yield

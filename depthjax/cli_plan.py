@@ -1,0 +1,146 @@
+"""The command `depthjax plan`: what a config costs on devices that are not there."""
+
+import functools
+import json
+import pathlib
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from depthjax.errors import InputError
+
+USAGE = """\
+usage: depthjax plan CONFIG [options] [--field value ...]
+
+Compiles the training step of CONFIG for a pod, and counts what it costs a device.
+
+  --topology T    v4:2x2x4, v5e:4x4, v5p:4x4x4, v6e:16x16, tpu7x:2x2x1, h100:8, or cpu (the
+                  default); TPUs need the extra `plan`, GPUs the extra `plan-cuda`
+  --mesh data=N   how the devices are divided; training divides the batch alone so far
+  --compare A,B   these residual connections, in a table and a picture, against the first
+  --prefill T     the forward over one sequence of T tokens a device, in place of training
+  --decode T      not there yet
+  --effort O0     compile fast; good for ratios, not for absolute bytes
+  --json FILE     write all figures
+  --picture FILE  where the picture of a comparison goes (default plan.png)
+
+Every field of CONFIG can be overridden: `depthjax train --help` lists them.
+"""
+_OPTIONS = (
+    *("--topology", "--mesh", "--compare", "--prefill", "--decode"),
+    *("--effort", "--json", "--picture"),
+)
+
+
+def run(arguments: Sequence[str]) -> None:
+    """Raises InputError for what cannot be right, before anything is compiled."""
+    if "--help" in arguments or "-h" in arguments:
+        print(USAGE, end="")
+        return
+    if not arguments or arguments[0].startswith("-"):
+        raise InputError(
+            "depthjax plan needs a config file, such as configs/depthbench.py, before its options"
+        )
+    from depthjax.aot.topology import mesh_axes, prepare_environment, target
+    from depthjax.overrides import take
+
+    rest, options = take(arguments[1:], _OPTIONS)
+    if options["--decode"] is not None:
+        raise InputError(
+            f"decode is {options['--decode']}, but there is no decoding to compile yet: use "
+            "--prefill, or leave it out for training"
+        )
+    prefill = _tokens(options["--prefill"])
+    wanted = target(options["--topology"] or "cpu")
+    axes = mesh_axes(options["--mesh"], wanted.devices)
+    for name in ("--json", "--picture"):
+        _check_folder(name, options[name])
+    prepare_environment(wanted)
+    configs = _configs(arguments[0], rest, options["--compare"])
+    if prefill is None:
+        for config in configs:
+            config.check_devices(wanted.devices)
+    entries = _entries(configs, wanted, axes, options["--effort"], prefill)
+    _show(entries, options)
+
+
+def _tokens(text: str | None) -> int | None:
+    if text is not None and (not text.isdigit() or not 2 <= int(text) < 2**31):
+        raise InputError(f"prefill is {text!r}: give a number of tokens, at least 2")
+    return None if text is None else int(text)
+
+
+def _check_folder(name: str, path: str | None) -> None:
+    if path is not None and (not path or not pathlib.Path(path).absolute().parent.is_dir()):
+        raise InputError(f"{name[2:]} is {path!r}: its folder does not exist")
+
+
+def _configs(path: str, rest: Sequence[str], compare: str | None) -> list[Any]:
+    """The checked configs, one a residual connection."""
+    from depthjax.config import load_config, residual_named
+    from depthjax.overrides import override
+
+    def load(*extra: str):
+        reader = functools.partial(load_config, path)
+        return override(reader, [*rest, *extra], "depthjax plan CONFIG").check()
+
+    if compare is None:
+        return [load()]
+    names = compare.split(",")
+    load()  # a config file may bring its own residual connections
+    for name in names:
+        try:
+            residual_named(name)
+        except InputError as error:
+            raise InputError(str(error).replace("model.residual", "compare", 1)) from error
+    if len(set(names)) < len(names):
+        raise InputError(f"compare is {compare}: name each residual connection once")
+    return [load("--model.residual", name) for name in names]
+
+
+def _entries(configs, wanted, axes, effort: str | None, prefill: int | None) -> list[Any]:
+    from rich.console import Console
+
+    from depthjax.aot.compile import effort_options, working
+    from depthjax.aot.entry import make_entry
+    from depthjax.aot.topology import mesh_of
+    from depthjax.data import load_tokenizer
+
+    options = effort_options(effort, wanted.platform)
+    mesh = mesh_of(wanted, axes)
+    progress = Console(file=sys.stderr, markup=False)
+    entries = []
+    for number, config in enumerate(configs, 1):
+        vocab = config.model.vocab or load_tokenizer(config.data.tokenizer).vocab_size
+        count = f" ({number} of {len(configs)})" if len(configs) > 1 else ""
+        text = f"compiling {config.residual.name}, {config.model.shape} for {wanted.name}{count}"
+        with working(progress, text):
+            entries.append(
+                make_entry(config, vocab, wanted, mesh, options=options, prefill=prefill)
+            )
+    return entries
+
+
+def _show(entries: Sequence[Any], options: dict[str, str | None]) -> None:
+    import jax
+    from rich.console import Console
+
+    from depthjax import __version__
+    from depthjax.aot.picture import draw
+    from depthjax.aot.report import print_comparison, print_entry
+
+    console = Console(markup=False)
+    if options["--compare"] is None:
+        print_entry(entries[0], console)
+    else:
+        print_comparison(entries, console)
+    if options["--json"]:
+        versions = {"depthjax": __version__, "jax": jax.__version__}
+        record = {**versions, "effort": options["--effort"] or "full"}
+        record["entries"] = [entry.as_dict() for entry in entries]
+        pathlib.Path(options["--json"]).write_text(json.dumps(record, indent=2) + "\n")
+        console.print(f"figures: {options['--json']}", soft_wrap=True, highlight=False)
+    if options["--picture"] or len(entries) > 1:
+        path = draw(entries, pathlib.Path(options["--picture"] or "plan.png"))
+        missing = 'no picture: it needs matplotlib, pip install "depthjax[plots]"'
+        console.print(f"picture: {path}" if path else missing, soft_wrap=True, highlight=False)

@@ -1,0 +1,48 @@
+"""Bytes of the model and of its states, by formula."""
+
+import dataclasses
+
+import jax.numpy as jnp
+
+from depthjax.config import Config
+from depthjax.models import Shape
+from depthjax.residuals import Residual
+
+
+def key_value_bytes(shape: Shape, tokens: int, itemsize: int, residual: Residual) -> int:
+    """What decoding keeps of one sequence: 2 L T K E elements, keys and values (DepthBench,
+    appendix D), and what the residual connection keeps beside them."""
+    elements = 2 * shape.layers * shape.kv_heads * shape.head_dim
+    return tokens * itemsize * (elements + residual.kept_per_token(shape.layers, shape.width))
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainingBytes:
+    """What training holds whatever the batch, and what it holds a token."""
+
+    parameters: int
+    optimizer: int
+    """Adam's two moments, in the dtype of the parameters."""
+    gradient: int
+    logits_per_token: int
+    """In fp32, as the loss sees them."""
+    depth_state_per_token: int
+    """Carry and history of the residual connection."""
+    layer_inputs_per_token: int
+    """The carry that enters each layer, which is what rematerialisation keeps."""
+
+
+def training_bytes(config: Config, vocab: int, parameters: int) -> TrainingBytes:
+    """Of a config with so many parameters."""
+    shape, residual = config.shape, config.residual
+    kept = parameters * jnp.dtype(config.model.param_dtype).itemsize
+    dtype = jnp.dtype(config.model.dtype)
+    carry = residual.carry_bytes_per_token(shape.layers, shape.width, dtype)
+    return TrainingBytes(
+        parameters=kept,
+        optimizer=2 * kept,
+        gradient=kept,
+        logits_per_token=4 * vocab,
+        depth_state_per_token=residual.state_bytes_per_token(shape.layers, shape.width, dtype),
+        layer_inputs_per_token=shape.layers * carry,
+    )

@@ -1,0 +1,138 @@
+"""Plans for accelerators that are not here: `pytest -m plan`, minutes of CPU."""
+
+import dataclasses
+import importlib.util
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from depthjax.aot.compile import compile_lowered, effort_options
+from depthjax.aot.entry import make_entry
+from depthjax.aot.topology import mesh_of, prepare_environment, target
+from depthjax.config import Config, ModelConfig, TrainConfig, load_config
+from depthjax.errors import InputError
+from depthjax.plan.flops import matmul_flops_per_sequence
+from depthjax.plan.hlo import parse
+from depthjax.plan.hlo_cost import count_flops
+from depthjax.plan.hlo_traffic import hbm_bytes
+from depthjax.residuals import REGISTRY
+
+pytestmark = [
+    pytest.mark.plan,
+    pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs libtpu"),
+    pytest.mark.filterwarnings("ignore"),  # of what compilers load
+]
+STUDY = str(pathlib.Path(__file__).parents[2] / "configs" / "depthbench.py")
+VOCAB = 50280
+
+
+def described(name: str):
+    """A target and its mesh."""
+    try:
+        found = target(name)
+    except InputError as error:
+        pytest.skip(str(error))
+    prepare_environment(found)
+    return found, mesh_of(found, {"data": found.devices})
+
+
+def plan(config: Config, topology: str, vocab: int = VOCAB, effort: str | None = "O0"):
+    found, mesh = described(topology)
+    options = effort_options(effort, found.platform)
+    return make_entry(config.check(), vocab, found, mesh, options=options)
+
+
+def small(**changes) -> Config:
+    sizes = {"layers": 16, "width": 512, "heads": 8, "mlp_width": 1376, "context": 512}
+    model = ModelConfig(shape="custom", **{**sizes, **changes})
+    return Config(model=model, train=TrainConfig(batch=16))
+
+
+@pytest.mark.parametrize(
+    "topology", ["v4:2x2x1", "v5e:2x2", "v5p:2x2x1", "v6e:2x2", "tpu7x:2x2x1", "h100:8"]
+)
+def test_every_chip_has_a_plan(topology):
+    # In bfloat16 some compilers sum gradients in bfloat16 too, and send half as much.
+    sizes = {"layers": 2, "width": 128, "heads": 2, "mlp_width": 352}
+    entry = plan(small(**sizes, dtype="float32"), topology, vocab=1024)
+    assert entry.fits
+    assert entry.notes == [] or topology.startswith("h100")
+    parameters = entry.parameters
+    assert entry.argument_bytes == pytest.approx(12 * parameters, rel=0.02)
+    (sums,) = [c for c in entry.collectives if c.payload > parameters]
+    assert (sums.kind, sums.axes, sums.group) == ("all-reduce", "data", entry.devices)
+    ring = 2 * (entry.devices - 1) / entry.devices
+    assert entry.collective_bytes == pytest.approx(4 * ring * parameters, rel=0.02)
+
+
+@pytest.mark.parametrize("name", sorted(REGISTRY))
+def test_counted_products_are_the_formula(name):
+    """On v6e, XLA's attention over the whole square, everything kept for the backward: 1 %."""
+    config = small(residual=REGISTRY[name](), vocab=4096)
+    config = dataclasses.replace(config, train=TrainConfig(batch=1))
+    entry = plan(config, "v6e:1x1", vocab=4096)
+    assert entry.notes == []
+    formula = matmul_flops_per_sequence(config.shape, 4096, 512, config.residual)
+    assert entry.flops_compiled == pytest.approx(formula, rel=0.01)
+
+
+def test_a_scan_is_its_unrolled_twin():
+    found, mesh = described("v6e:1x1")
+    x = jax.ShapeDtypeStruct((1024, 2048), jnp.bfloat16, sharding=NamedSharding(mesh, P()))
+    w = jax.ShapeDtypeStruct((8, 2048, 2048), jnp.bfloat16, sharding=NamedSharding(mesh, P()))
+
+    def scanned(x, w):
+        return jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, w)[0]
+
+    def unrolled(x, w):
+        for one in w:
+            x = jnp.tanh(x @ one)
+        return x
+
+    counts = []
+    for function in (scanned, unrolled):
+        lowered = jax.jit(function).lower(x, w)
+        compiled = compile_lowered(lowered, found, effort_options("O0", "tpu"))
+        counts.append(parse(compiled.executable.as_text()))
+    flops = [count_flops(module).matmul for module in counts]
+    assert flops == [8 * 2 * 1024 * 2048**2] * 2
+    moved = [hbm_bytes(module) for module in counts]
+    least = 8 * 2 * (2048**2 + 2 * 1024 * 2048)  # each matrix, each activation in and out
+    assert moved[1] == pytest.approx(least, rel=0.01)
+    # The loop copies its carry, since a product cannot overwrite its own operand; the entry may
+    # change the layout of what goes in and comes out.
+    copy = 2 * 2 * 1024 * 2048
+    assert least <= moved[0] <= least + (8 + 2) * copy + 1000
+
+
+def test_compile_cost_does_not_grow_with_depth():
+    counts = [
+        plan(small(layers=layers, vocab=4096), "v6e:1x1", vocab=4096).hlo_instructions
+        for layers in (16, 70)
+    ]
+    assert counts[1] == pytest.approx(counts[0], rel=0.02)
+
+
+def test_what_does_not_fit_is_explained():
+    """256 sequences' fp32 logits alone are 105 GB; v6e has 31 GiB."""
+    config = load_config(STUDY, "400m-L16", "pre_ln")
+    config = dataclasses.replace(config, train=TrainConfig(batch=256, accumulate=1))
+    entry = plan(config, "v6e:1x1")
+    assert not entry.fits
+    assert entry.peak_bytes - entry.missing_bytes == entry.capacity_bytes
+    assert len(entry.largest_buffers) == 3
+    assert entry.largest_buffers[0].shape == "f32[256,2047,50280]"
+    assert [k.change.split()[0] for k in entry.knobs].count("--train.accumulate") == 1
+    assert len(entry.knobs) == 2
+
+
+def test_the_deepest_plan_takes_under_four_minutes():
+    """Full Attention Residuals of 70 layers, the study's recipe, on 64 chips at full effort."""
+    config = load_config(STUDY, "400m-L70", "full_attnres")
+    entry = plan(config, "v5p:4x4x4", effort=None)
+    assert entry.compile_cpu_s < 240
+    assert entry.notes == []
