@@ -251,8 +251,8 @@ class Config:
             )
         if model.remat_group is not None and model.remat != "group":
             raise InputError(
-                f"model.remat_group is {model.remat_group}, but model.remat {model.remat}: leave it "
-                "out, or take model.remat group"
+                f"model.remat_group is {model.remat_group}, but model.remat {model.remat}: leave "
+                "it out, or take model.remat group"
             )
         return self
 
