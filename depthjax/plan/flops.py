@@ -36,12 +36,12 @@ def prefill_flops(
 
 
 def matmul_flops_per_sequence(shape: Shape, vocab: int, tokens: int, residual: Residual) -> int:
-    """Products of two matrices in one training step without rematerialisation, of one sequence of
-    `tokens` whose last position gets no logits: what a compiled program with attention over the
-    whole T x T square executes."""
+    """Products of two matrices in one training step that keeps its branches, of one sequence of
+    `tokens`: what a compiled program with attention over the whole T x T square executes."""
     mixed = residual.matmul_flops_per_token(shape.layers, shape.width)
-    forward = tokens * (_branches(shape, tokens, causal=False) + mixed)
-    return 3 * (forward + (tokens - 1) * 2 * shape.width * vocab)
+    forward = _branches(shape, tokens, causal=False) + mixed + 2 * shape.width * vocab
+    again = residual.rereading_matmul_flops_per_token(shape.layers, shape.width)
+    return tokens * (3 * forward + again)
 
 
 def _branches(shape: Shape, context: int, causal: bool) -> int:

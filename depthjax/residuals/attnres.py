@@ -122,6 +122,10 @@ class _AttnRes(Residual):
         appended = (carry["open"], carry["count"], boundary)
         return {**carry, "open": opened, "count": carry["count"] + boundary}, appended
 
+    def rereading_matmul_flops_per_token(self, layers, width):
+        """Gathering a source's cotangent meets it with all 2 L + 1 readers, three times."""
+        return 6 * (2 * layers + 1) ** 2 * width if self.pull() else 0
+
     def pull(self):
         options = self.logit_scale or self.bias or self.topk is not None
         return _Pull(self.eps, self.mix_eps) if self.block == 1 and not options else None

@@ -230,6 +230,11 @@ class Residual:
         own; the rest is dot products and weighted sums."""
         return 0
 
+    def rereading_matmul_flops_per_token(self, layers: int, width: int) -> int:
+        """Such products that a training step adds to three times the forward ones: the backward
+        pass computes reads again, whatever it keeps of the branches."""
+        return self.matmul_flops_per_token(layers, width)
+
     def flop_countings(self, layers: int, width: int) -> dict[str, int]:
         """The ways of counting `flops_per_token` that are in use, by name; the first is its own."""
         return {"as computed": self.flops_per_token(layers, width)}

@@ -75,13 +75,13 @@ def assert_same(actual, expected, rtol=1e-10):
     jax.tree_util.tree_map_with_path(check, actual, expected)
 
 
-@rules("pre_ln", "block of 3", "full")
+@rules("block of 3")
 def test_every_policy_gives_the_gradients_of_the_unrolled_loop(rule):
     check_every_policy(rule)
 
 
 @pytest.mark.proof
-@rules("hc", "moda", "full with options")
+@rules("pre_ln", "hc", "moda", "full", "full with options")
 def test_every_policy_gives_the_gradients_of_other_unrolled_loops(rule):
     check_every_policy(rule)
 

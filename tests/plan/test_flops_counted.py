@@ -11,7 +11,7 @@ from depthjax.plan.flops import matmul_flops_per_sequence
 from depthjax.plan.hlo import parse
 from depthjax.plan.hlo_cost import count_flops
 from depthjax.residuals import REGISTRY
-from depthjax.train.loss import next_token_losses
+from depthjax.train.loss import mean_loss
 
 SHAPE = Shape(layers=16, width=64, heads=4, kv_heads=4, mlp_width=176)
 VOCAB, BATCH, TOKENS = 256, 2, 96
@@ -26,7 +26,7 @@ def test_counted_products_are_the_formula(name):
     graph, params = nnx.split(model)
 
     def loss(params, ids):
-        return jnp.mean(next_token_losses(nnx.merge(graph, params), ids)[0])
+        return mean_loss(nnx.merge(graph, params), ids)[0]
 
     ids = jax.ShapeDtypeStruct((BATCH, TOKENS), jnp.int32)
     compiled = jax.jit(jax.grad(loss)).lower(params, ids).compile()
