@@ -52,21 +52,24 @@ def scan_layers(
 
 
 def _differentiable_scan(sublayers: Sublayers, remat: Remat):
-    """(params [L, ...], state, first) -> (state, observed), where `remat.group` divides L."""
+    """(params [L, ...], state, first) -> (state, observed), where `remat.group` divides L.
+
+    Two loops, over groups and over the layers of one. Both go by index: passed from one to the
+    other, the parameters of a group and their gradients would exist twice.
+    """
+    regroups = remat.policy == "group"
 
     def forward(params, state, first, keep):
-        def group(state, inputs):
-            index, params = inputs
+        def group(state, indices):
             start = _Kept(state[0]), None
-            state, (kept, seen) = jax.lax.scan(layer, state, (index, params))
-            return state, (start if remat.policy == "group" else kept, seen)
+            state, (kept, seen) = jax.lax.scan(layer, state, indices)
+            return state, (start if keep and regroups else kept, seen)
 
-        def layer(state, inputs):
-            index, params = inputs
-            state, kept, seen = _forward(sublayers, remat, params, state, index)
-            return state, (kept if keep and remat.policy != "group" else None, seen)
+        def layer(state, i):
+            state, kept, seen = _forward(sublayers, remat, _at(params, i), state, first + i)
+            return state, (kept if keep and not regroups else None, seen)
 
-        state, (kept, seen) = jax.lax.scan(group, state, _grouped(params, first, remat))
+        state, (kept, seen) = jax.lax.scan(group, state, _indices(params, remat))
         return (state, jax.tree.map(lambda x: x.reshape(-1, *x.shape[3:]), seen)), kept
 
     @jax.custom_vjp
@@ -80,31 +83,40 @@ def _differentiable_scan(sublayers: Sublayers, remat: Remat):
     def run_backward(residuals, cotangents):
         params, history, first, kept = residuals
 
-        def layer(d_state, inputs):
-            index, params, kept = inputs
-            d_params, d_state = _backward(sublayers, remat, params, kept, history, index, d_state)
-            return d_state, d_params
+        def layer(carry, inputs):
+            d_params, d_state = carry
+            i, kept = inputs
+            d_layer, d_state = _backward(
+                sublayers, remat, _at(params, i), kept, history, first + i, d_state
+            )
+            put = jax.lax.dynamic_update_index_in_dim
+            d_params = jax.tree.map(lambda all_, one: put(all_, one, i, 0), d_params, d_layer)
+            return (d_params, d_state), None
 
-        def group(d_state, inputs):
-            index, params, kept = inputs
-            if remat.policy == "group":
-                kept = _rebuild(sublayers, params, kept[0].carry, history, index)
-            return jax.lax.scan(layer, d_state, (index, params, kept), reverse=True)
+        def group(carry, inputs):
+            indices, kept = inputs
+            if regroups:
+                kept = _rebuild(sublayers, params, kept[0].carry, history, first, indices)
+            return jax.lax.scan(layer, carry, (indices, kept), reverse=True)
 
-        d_state = differentiable(cotangents[0])
-        inputs = (*_grouped(params, first, remat), kept)
-        d_state, d_params = jax.lax.scan(group, d_state, inputs, reverse=True)
-        return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), d_params), d_state, None
+        zeros = jax.tree.map(jnp.zeros_like, differentiable(params))
+        carry, inputs = (zeros, differentiable(cotangents[0])), (_indices(params, remat), kept)
+        (d_params, d_state), _ = jax.lax.scan(group, carry, inputs, reverse=True)
+        return d_params, d_state, None
 
     run.defvjp(run_forward, run_backward)
     return run
 
 
-def _grouped(params: LayerParams, first, remat: Remat):
-    """(indices, params) with layers [L, ...] as groups [L / g, g, ...]."""
+def _indices(params: LayerParams, remat: Remat) -> jax.Array:
+    """0..L-1 as [L / g, g]."""
     layers = jax.tree.leaves(params)[0].shape[0]
-    inputs = (first + jnp.arange(layers, dtype=jnp.int32), params)
-    return jax.tree.map(lambda x: x.reshape(-1, remat.group, *x.shape[1:]), inputs)
+    return jnp.arange(layers, dtype=jnp.int32).reshape(-1, remat.group)
+
+
+def _at(params: LayerParams, i) -> LayerParams:
+    """The parameters of the i-th of these layers."""
+    return jax.tree.map(lambda p: jax.lax.dynamic_index_in_dim(p, i, 0, keepdims=False), params)
 
 
 def _forward(sublayers: Sublayers, remat: Remat, params: LayerParams, state: State, index):
@@ -124,20 +136,19 @@ def _forward(sublayers: Sublayers, remat: Remat, params: LayerParams, state: Sta
     return state, tuple(kept), jax.tree.map(lambda *both: jnp.stack(both), *seen)
 
 
-def _rebuild(sublayers: Sublayers, params: LayerParams, carry, history, index):
+def _rebuild(sublayers: Sublayers, params: LayerParams, carry, history, first, indices):
     """What policy "layer" keeps of a group of layers, from the carry in front of it."""
 
-    def layer(carry, inputs):
-        index, params = inputs
-        kept = _Kept(carry), None
+    def layer(carry, i):
+        kept, own = (_Kept(carry), None), _at(params, i)
         for kind in (ATTENTION, MLP):
-            s = 2 * index + kind
-            x, ctx, carry, _ = sublayers.read(kind, params, carry, history, s)
-            y, aux = sublayers.branch(kind, params, x, ctx)
-            carry, _ = sublayers.write(kind, params, carry, y, aux, s)
+            s = 2 * (first + i) + kind
+            x, ctx, carry, _ = sublayers.read(kind, own, carry, history, s)
+            y, aux = sublayers.branch(kind, own, x, ctx)
+            carry, _ = sublayers.write(kind, own, carry, y, aux, s)
         return carry, kept
 
-    return jax.lax.scan(layer, carry, (index, params))[1]
+    return jax.lax.scan(layer, carry, indices)[1]
 
 
 def _backward(sublayers, remat, params, kept, history, index, d_state):
