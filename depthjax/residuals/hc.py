@@ -5,7 +5,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from depthjax.kernels import mix_streams, rms_norm, stream_products
+from depthjax.kernels import read_streams, rms_norm, stream_products
 from depthjax.kernels.rms_norm import at_least_float32
 from depthjax.residuals.base import ATTENTION, MLP, Parameter, Residual
 
@@ -28,10 +28,19 @@ class StreamResidual(Residual):
         """Declares the parameters of the connectors of one kind."""
         raise NotImplementedError
 
-    def weights(self, params, streams) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """(read [m, ...], write [m, ...], transport [m, m, ...]) in at least fp32, of streams
-        [m, ..., D]; row t of the transport says what new stream t takes from the old ones."""
+    def columns(self, params) -> jax.Array | None:
+        """What the streams are multiplied with for their weights; see `stream_products`."""
+        return None
+
+    def weigh(self, params, products, squares) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """(read [m, ...], write [m, ...], transport [m, m, ...]) in at least fp32, from the
+        products and the mean squares of the streams; row t of the transport says what new stream t
+        takes from the old ones."""
         raise NotImplementedError
+
+    def weights(self, params, streams) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """The same of streams [m, ..., D]."""
+        return self.weigh(params, *stream_products(streams, self.columns(params)))
 
     def collapse(self, streams) -> jax.Array:
         """What the final norm sees, [..., D]."""
@@ -55,14 +64,10 @@ class StreamResidual(Residual):
         return {"streams": copies, "write": write}, {}
 
     def read(self, params, carry, history, s):
-        streams = carry["streams"]
-        read, write, transport = self.weights(params, streams)
-        x, mixed = mix_streams(streams, read, transport)
-        x = rms_norm(x, params["norm"], self.eps).astype(streams.dtype)
-        carry = {
-            "streams": mixed.astype(streams.dtype),
-            "write": write.astype(carry["write"].dtype),
-        }
+        x, streams, write = read_streams(
+            self.weigh, self.eps, params, self.columns(params), params["norm"], carry["streams"]
+        )
+        carry = {"streams": streams, "write": write.astype(carry["write"].dtype)}
         return x, None, carry, history
 
     def write(self, params, carry, y, aux, s):
@@ -139,19 +144,19 @@ class HC(StreamResidual):
             "dynamic_beta_scale": scale,
         }
 
-    def weights(self, params, streams):
-        m, beta = self.streams, params["dynamic_beta_proj"][:, None]
-        shared = jnp.concatenate([params["dynamic_alpha_proj"], beta], axis=-1)
-        columns = jnp.broadcast_to(shared, (m, *shared.shape))
-        products, squares = stream_products(streams, columns)
-        products *= jax.lax.rsqrt(squares + 1e-8)[:, None]  # those of the normalised streams
+    def columns(self, params):
+        beta = params["dynamic_beta_proj"][:, None]
+        return jnp.concatenate([params["dynamic_alpha_proj"], beta], axis=-1)
+
+    def weigh(self, params, products, squares):
+        products = products * jax.lax.rsqrt(squares + 1e-8)  # those of the normalised streams
 
         def gate(products, name: str) -> jax.Array:
-            static, gain = params[f"static_{name}"], params[f"dynamic_{name}_scale"]
+            static, gain = params[f"static_{name}"].T, params[f"dynamic_{name}_scale"]
             return gain * jnp.tanh(products) + beside(static, products)
 
-        alpha = gate(products[:, :-1], "alpha")
-        return alpha[:, 0], gate(products[:, -1], "beta"), jnp.swapaxes(alpha[:, 1:], 0, 1)
+        alpha = gate(products[:-1], "alpha")  # [m + 1, m, ...]
+        return alpha[0], gate(products[-1], "beta"), alpha[1:]
 
     def flops_per_token(self, layers, width):
         """A sublayer: 2 m (m + 2) D for the gates, 2 m (m + 1) D for read and transport, 2 m D for

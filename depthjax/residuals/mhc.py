@@ -7,10 +7,10 @@ import math
 import jax
 import jax.numpy as jnp
 
-from depthjax.kernels import stream_products
 from depthjax.residuals.base import Parameter
 from depthjax.residuals.hc import StreamResidual, beside, selected_stream
 
+PURPOSES = "pre", "post", "residual"  # of a projection: read, write, transport
 GAP = 8.0  # distance of the initial logits: sigmoid(8) = 0.9997, sigmoid(-8) = 0.0003
 
 
@@ -67,11 +67,9 @@ def near_identity(key, shape, dtype) -> jax.Array:
     return jnp.broadcast_to(GAP * (jnp.eye(shape[-1]) - 1), shape).astype(dtype)
 
 
-def _project(streams: jax.Array, matrix: jax.Array, eps: float) -> jax.Array:
-    """[c, ...]: the concatenation of streams [m, ..., D] with unit RMS, times a matrix [m D, c]."""
-    columns = matrix.reshape(len(streams), -1, matrix.shape[-1])
-    products, squares = stream_products(streams, columns)
-    return jnp.sum(products, axis=0) * jax.lax.rsqrt(jnp.mean(squares, axis=0) + eps)
+def _normalised(products: jax.Array, squares: jax.Array, eps: float) -> jax.Array:
+    """The products of the concatenation of all streams, as if it had unit RMS."""
+    return products * jax.lax.rsqrt(jnp.mean(squares, axis=0) + eps)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -118,9 +116,11 @@ class MHC(StreamResidual):
             "alpha_res": gain,
         }
 
-    def weights(self, params, streams):
-        m = self.streams
-        mix = _project(streams, params["phi"], self.stream_eps)
+    def columns(self, params):
+        return params["phi"].reshape(self.streams, -1, params["phi"].shape[-1])
+
+    def weigh(self, params, products, squares):
+        m, mix = self.streams, _normalised(products, squares, self.stream_eps)
         bias = beside(params["b"], mix)
         read = jax.nn.sigmoid(params["alpha_pre"] * mix[:m] + bias[:m])
         write = 2 * jax.nn.sigmoid(params["alpha_post"] * mix[m : 2 * m] + bias[m : 2 * m])
@@ -173,19 +173,21 @@ class _ProjectedMHC(StreamResidual):
             **purpose("residual", self.transport_shape, self.transport_init),
         }
 
-    def weights(self, params, streams):
-        purposes = "pre", "post", "residual"
-        matrices = [params[f"{name}_dynamic_proj"] for name in purposes]
-        projected = _project(streams, jnp.concatenate(matrices, axis=-1), 1e-8)
-        ends = itertools.accumulate(matrix.shape[-1] for matrix in matrices)
-        parts = jnp.split(projected, list(ends)[:-1])
+    def columns(self, params):
+        matrices = [params[f"{name}_dynamic_proj"] for name in PURPOSES]
+        side_by_side = jnp.concatenate(matrices, axis=-1)
+        return side_by_side.reshape(self.streams, -1, side_by_side.shape[-1])
+
+    def weigh(self, params, products, squares):
+        m = self.streams
+        parts = jnp.split(_normalised(products, squares, 1e-8), [m, 2 * m])
 
         def logits(name: str, part: jax.Array) -> jax.Array:
             bias = params[f"{name}_bias"]
             part = part.reshape(*bias.shape, *part.shape[1:])
             return params[f"{name}_gate"] * part + beside(bias, part)
 
-        pre, post, residual = map(logits, purposes, parts)
+        pre, post, residual = map(logits, PURPOSES, parts)
         transport = jnp.swapaxes(self.transport(residual), 0, 1)
         return jax.nn.sigmoid(pre), 2 * jax.nn.sigmoid(post), transport
 
@@ -274,8 +276,8 @@ class MHCStatic(StreamResidual):
             "H_res_logits": Parameter((m, m), near_identity, decay="never", float32=True),
         }
 
-    def weights(self, params, streams):
-        tokens = streams[0, ..., 0]
+    def weigh(self, params, products, squares):
+        tokens = squares[0]
 
         def for_all_tokens(weights: jax.Array) -> jax.Array:
             shape = (*weights.shape, *tokens.shape)
