@@ -77,15 +77,23 @@ def _exact(subscripts, small, streams):
 
 def _weighted(weights, streams):
     """sum_j weights_j H_j in at least fp32; weights: [m, ...], or [m, n, ...] for n sums. Spelled
-    out, so that it fuses: a product of so small matrices would copy the streams."""
-    pairs = zip(weights, streams, strict=True)
-    return sum(w[..., None] * at_least_float32(stream) for w, stream in pairs)
+    out, so that it fuses: a product of so small matrices would copy the streams. On a CPU, fusion
+    would compute its operands again for every feature."""
+
+    def product(weights, streams):
+        subscripts = "m...,m...d->...d" if weights.ndim < streams.ndim else "mn...,m...d->n...d"
+        return jnp.einsum(subscripts, weights, at_least_float32(streams), precision="highest")
+
+    def spelled(weights, streams):
+        pairs = zip(weights, streams, strict=True)
+        return sum(w[..., None] * at_least_float32(stream) for w, stream in pairs)
+
+    return jax.lax.platform_dependent(weights, streams, cpu=product, default=spelled)
 
 
 def _forward(weigh, eps, params, columns, scale, streams):
     products, squares = stream_products(streams, columns)
-    # Held, or XLA might compute them again for every feature that they weigh.
-    read, write, transport = jax.lax.optimization_barrier(weigh(params, products, squares))
+    read, write, transport = weigh(params, products, squares)
     x = rms_norm(_weighted(read, streams), scale, eps).astype(streams.dtype)
     mixed = _weighted(jnp.swapaxes(transport, 0, 1), streams).astype(streams.dtype)
     return (x, mixed, write), (params, columns, scale, streams, products, squares)
@@ -94,8 +102,7 @@ def _forward(weigh, eps, params, columns, scale, streams):
 def _backward(weigh, eps, kept, cotangents):
     params, columns, scale, streams, products, squares = kept
     by_x, by_mixed, by_write = cotangents
-    weights, pull = jax.vjp(weigh, params, products, squares)
-    read, _, transport = jax.lax.optimization_barrier(weights)
+    (read, _, transport), pull = jax.vjp(weigh, params, products, squares)
     x, pull_norm = jax.vjp(
         lambda x, scale: rms_norm(x, scale, eps), _weighted(read, streams), scale
     )
