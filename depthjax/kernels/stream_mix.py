@@ -50,9 +50,10 @@ def stream_products(
     if columns is None:
         return None, squares
     columns = columns.astype(squares.dtype)
-    if columns.ndim == 2:
-        return _exact("dc,m...d->cm...", columns, streams), squares
     # One product a stream: a batched one would copy the streams.
+    if columns.ndim == 2:
+        products = [_exact("dc,...d->c...", columns, stream) for stream in streams]
+        return jnp.stack(products, axis=1), squares
     pairs = zip(columns, streams, strict=True)
     return sum(_exact("dc,...d->c...", *pair) for pair in pairs), squares
 
@@ -126,7 +127,8 @@ def _backward(weigh, eps, kept, cotangents):
 
 def _by_columns(by_products, streams, ndim):
     if ndim == 2:
-        return _exact("cm...,m...d->dc", by_products, streams)
+        pairs = zip(jnp.swapaxes(by_products, 0, 1), streams, strict=True)
+        return sum(_exact("c...,...d->dc", *pair) for pair in pairs)
     return jnp.stack([_exact("c...,...d->dc", by_products, stream) for stream in streams])
 
 
