@@ -6,6 +6,7 @@ from depthjax.kernels.depth_mix import depth_mix, depth_weights
 from depthjax.kernels.depth_read import depth_read
 from depthjax.kernels.layer_norm import layer_norm
 from depthjax.kernels.rms_norm import rms_norm
+from depthjax.kernels.stream_mix import read_streams, stream_products
 
 __all__ = [
     "depth_mix",
@@ -14,5 +15,7 @@ __all__ = [
     "gather_rows",
     "layer_norm",
     "mix_rows",
+    "read_streams",
     "rms_norm",
+    "stream_products",
 ]

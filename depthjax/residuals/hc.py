@@ -5,14 +5,14 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from depthjax.kernels import rms_norm
+from depthjax.kernels import read_streams, rms_norm, stream_products
 from depthjax.kernels.rms_norm import at_least_float32
 from depthjax.residuals.base import ATTENTION, MLP, Parameter, Residual
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StreamResidual(Residual):
-    """What HC and its relatives share: m streams [..., m, D] that start as copies of the embedding.
+    """What HC and its relatives share: m streams [m, ..., D] that start as copies of the embedding.
 
     `read` leaves the mixed streams and the write weights in the carry, so a write is one
     multiply-add. Init of attention output and MLP down matrices: divided by sqrt(m).
@@ -28,14 +28,23 @@ class StreamResidual(Residual):
         """Declares the parameters of the connectors of one kind."""
         raise NotImplementedError
 
-    def weights(self, params, streams) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """(read [..., m], write [..., m], transport [..., m, m]) in at least fp32; row t of the
-        transport says what new stream t takes from the old ones."""
+    def columns(self, params) -> jax.Array | None:
+        """What the streams are multiplied with for their weights; see `stream_products`."""
+        return None
+
+    def weigh(self, params, products, squares) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """(read [m, ...], write [m, ...], transport [m, m, ...]) in at least fp32, from the
+        products and the mean squares of the streams; row t of the transport says what new stream t
+        takes from the old ones."""
         raise NotImplementedError
+
+    def weights(self, params, streams) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """The same of streams [m, ..., D]."""
+        return self.weigh(params, *stream_products(streams, self.columns(params)))
 
     def collapse(self, streams) -> jax.Array:
         """What the final norm sees, [..., D]."""
-        return jnp.sum(at_least_float32(streams), axis=-2).astype(streams.dtype)
+        return jnp.sum(at_least_float32(streams), axis=0).astype(streams.dtype)
 
     def parameters(self, layers, width):
         norm = {"norm": Parameter((width,))}
@@ -50,25 +59,19 @@ class StreamResidual(Residual):
         return dict.fromkeys(("attention/out", "mlp/down"), self.streams**-0.5)
 
     def begin(self, embedding, layers):
-        copies = jnp.repeat(embedding[..., None, :], self.streams, axis=-2)
-        write = jnp.zeros((*embedding.shape[:-1], self.streams), at_least_float32(embedding).dtype)
+        copies = jnp.repeat(embedding[None], self.streams, axis=0)
+        write = jnp.zeros(copies.shape[:-1], at_least_float32(embedding).dtype)
         return {"streams": copies, "write": write}, {}
 
     def read(self, params, carry, history, s):
-        streams = carry["streams"]
-        wide = at_least_float32(streams)
-        read, write, transport = self.weights(params, wide)
-        x = jnp.einsum("...m,...md->...d", read, wide, precision="highest")
-        mixed = jnp.einsum("...tm,...md->...td", transport, wide, precision="highest")
-        x = rms_norm(x, params["norm"], self.eps).astype(streams.dtype)
-        carry = {
-            "streams": mixed.astype(streams.dtype),
-            "write": write.astype(carry["write"].dtype),
-        }
+        x, streams, write = read_streams(
+            self.weigh, self.eps, params, self.columns(params), params["norm"], carry["streams"]
+        )
+        carry = {"streams": streams, "write": write.astype(carry["write"].dtype)}
         return x, None, carry, history
 
     def write(self, params, carry, y, aux, s):
-        added = carry["write"][..., None] * at_least_float32(y)[..., None, :]
+        added = carry["write"][..., None] * at_least_float32(y)
         streams = (at_least_float32(carry["streams"]) + added).astype(carry["streams"].dtype)
         return {**carry, "streams": streams}, None
 
@@ -89,8 +92,17 @@ class StreamResidual(Residual):
         read has none."""
         if s is None:
             return {}
-        weights = self.weights(params, at_least_float32(carry["streams"]))
-        return dict(zip(("read", "write", "transport"), weights, strict=True))
+        read, write, transport = self.weights(params, carry["streams"])
+        return {
+            "read": jnp.moveaxis(read, 0, -1),
+            "write": jnp.moveaxis(write, 0, -1),
+            "transport": jnp.moveaxis(transport, (0, 1), (-2, -1)),
+        }
+
+
+def beside(small: jax.Array, like: jax.Array) -> jax.Array:
+    """A small array with axes of size 1 behind its own, for all the tokens of `like`."""
+    return small.reshape(*small.shape, *[1] * (like.ndim - small.ndim))
 
 
 def selected_stream(kind: int, streams: int, selected: float, other: float):
@@ -138,17 +150,19 @@ class HC(StreamResidual):
             "dynamic_beta_scale": scale,
         }
 
-    def weights(self, params, streams):
-        n = streams * jax.lax.rsqrt(jnp.mean(streams * streams, -1, keepdims=True) + 1e-8)
+    def columns(self, params):
+        beta = params["dynamic_beta_proj"][:, None]
+        return jnp.concatenate([params["dynamic_alpha_proj"], beta], axis=-1)
 
-        def gate(projection, name: str) -> jax.Array:
-            raw = jnp.einsum(projection, n, params[f"dynamic_{name}_proj"], precision="highest")
-            dynamic = params[f"dynamic_{name}_scale"] * jnp.tanh(raw)
-            return dynamic + params[f"static_{name}"]
+    def weigh(self, params, products, squares):
+        products = products * jax.lax.rsqrt(squares + 1e-8)  # those of the normalised streams
 
-        alpha = gate("...md,dt->...mt", "alpha")
-        beta = gate("...md,d->...m", "beta")
-        return alpha[..., 0], beta, jnp.swapaxes(alpha[..., 1:], -1, -2)
+        def gate(products, name: str) -> jax.Array:
+            static, gain = params[f"static_{name}"].T, params[f"dynamic_{name}_scale"]
+            return gain * jnp.tanh(products) + beside(static, products)
+
+        alpha = gate(products[:-1], "alpha")  # [m + 1, m, ...]
+        return alpha[0], gate(products[-1], "beta"), alpha[1:]
 
     def flops_per_token(self, layers, width):
         """A sublayer: 2 m (m + 2) D for the gates, 2 m (m + 1) D for read and transport, 2 m D for

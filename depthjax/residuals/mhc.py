@@ -8,54 +8,58 @@ import jax
 import jax.numpy as jnp
 
 from depthjax.residuals.base import Parameter
-from depthjax.residuals.hc import StreamResidual, selected_stream
+from depthjax.residuals.hc import StreamResidual, beside, selected_stream
 
+PURPOSES = "pre", "post", "residual"  # of a projection: read, write, transport
 GAP = 8.0  # distance of the initial logits: sigmoid(8) = 0.9997, sigmoid(-8) = 0.0003
 
 
 def sinkhorn(logits: jax.Array, rounds: int, delta: float = 1e-6) -> jax.Array:
-    """A doubly stochastic matrix [..., m, m] by alternating normalisation (Sinkhorn & Knopp 1967).
+    """A doubly stochastic matrix [m, m, ...] by alternating normalisation (Sinkhorn & Knopp 1967).
 
     The first round is softmax over rows, then columns; `delta` is added after the softmax and to
     each sum (the form of the mHC kernels). Differentiable through all rounds.
     """
-    matrix = jax.nn.softmax(logits, axis=-1) + delta
-    matrix = matrix / (jnp.sum(matrix, axis=-2, keepdims=True) + delta)
+    matrix = jax.nn.softmax(logits, axis=1) + delta
+    matrix = matrix / (jnp.sum(matrix, axis=0, keepdims=True) + delta)
 
-    def round_(matrix, _):
-        matrix = matrix / (jnp.sum(matrix, axis=-1, keepdims=True) + delta)
-        return matrix / (jnp.sum(matrix, axis=-2, keepdims=True) + delta), None
+    @jax.checkpoint
+    def round_(matrix):
+        matrix = matrix / (jnp.sum(matrix, axis=1, keepdims=True) + delta)
+        return matrix / (jnp.sum(matrix, axis=0, keepdims=True) + delta)
 
-    return jax.lax.scan(round_, matrix, length=rounds - 1)[0]
+    return jax.lax.scan(lambda matrix, _: (round_(matrix), None), matrix, length=rounds - 1)[0]
 
 
 def log_sinkhorn(logits: jax.Array, rounds: int) -> jax.Array:
     """The same in the log domain: potentials of rows and columns with marginals 1 / m, the result
-    times m (DepthBench's code). logits: [..., m, m]."""
-    size = logits.shape[-1]
+    times m (DepthBench's code). logits: [m, m, ...]."""
+    size = len(logits)
     target = -jnp.log(jnp.asarray(size, logits.dtype))
 
-    def round_(potentials, _):
-        _, column = potentials
-        row = target - jax.nn.logsumexp(logits + column[..., None, :], axis=-1)
-        column = target - jax.nn.logsumexp(logits + row[..., :, None], axis=-2)
-        return (row, column), None
+    @jax.checkpoint
+    def round_(column):
+        row = target - jax.nn.logsumexp(logits + column, axis=1, keepdims=True)
+        return row, target - jax.nn.logsumexp(logits + row, axis=0, keepdims=True)
 
-    zeros = jnp.zeros(logits.shape[:-1], logits.dtype)
-    (row, column), _ = jax.lax.scan(round_, (zeros, zeros), length=rounds)
-    return size * jnp.exp(logits + row[..., :, None] + column[..., None, :])
+    def step(potentials, _):
+        return round_(potentials[1]), None
+
+    zeros = jnp.zeros_like(logits[:, :1]), jnp.zeros_like(logits[:1])
+    (row, column), _ = jax.lax.scan(step, zeros, length=rounds)
+    return size * jnp.exp(logits + row + column)
 
 
 def permutation_mixture(logits: jax.Array, size: int) -> jax.Array:
-    """A doubly stochastic matrix [..., m, m] without iterating: the mixture of all m! permutation
+    """A doubly stochastic matrix [m, m, ...] without iterating: the mixture of all m! permutation
     matrices with softmax weights (Birkhoff; mHC-lite, arXiv 2601.05732).
 
-    logits: [..., m!], in the order of itertools.permutations, the identity first; size: m.
+    logits: [m!, ...], in the order of itertools.permutations, the identity first; size: m.
     """
-    weights = jax.nn.softmax(logits, axis=-1)
+    weights = jax.nn.softmax(logits, axis=0)
     permutations = jnp.asarray(list(itertools.permutations(range(size))))
     matrices = jax.nn.one_hot(permutations, size, dtype=weights.dtype)  # [m!, m, m]
-    return jnp.einsum("...p,pij->...ij", weights, matrices, precision="highest")
+    return jnp.einsum("p...,pij->ij...", weights, matrices, precision="highest")
 
 
 def near_identity(key, shape, dtype) -> jax.Array:
@@ -63,10 +67,9 @@ def near_identity(key, shape, dtype) -> jax.Array:
     return jnp.broadcast_to(GAP * (jnp.eye(shape[-1]) - 1), shape).astype(dtype)
 
 
-def _flat_norm(streams: jax.Array, eps: float) -> jax.Array:
-    """Streams [..., m, D] as one vector [..., m D] of unit RMS."""
-    flat = streams.reshape(*streams.shape[:-2], -1)
-    return flat * jax.lax.rsqrt(jnp.mean(flat * flat, -1, keepdims=True) + eps)
+def _normalised(products: jax.Array, squares: jax.Array, eps: float) -> jax.Array:
+    """The products of the concatenation of all streams, as if it had unit RMS."""
+    return products * jax.lax.rsqrt(jnp.mean(squares, axis=0) + eps)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -113,15 +116,16 @@ class MHC(StreamResidual):
             "alpha_res": gain,
         }
 
-    def weights(self, params, streams):
-        m = self.streams
-        z = _flat_norm(streams, self.stream_eps)
-        mix = jnp.einsum("...k,kc->...c", z, params["phi"].astype(z.dtype), precision="highest")
-        bias = params["b"]
-        read = jax.nn.sigmoid(params["alpha_pre"] * mix[..., :m] + bias[:m])
-        write = 2 * jax.nn.sigmoid(params["alpha_post"] * mix[..., m : 2 * m] + bias[m : 2 * m])
-        logits = params["alpha_res"] * mix[..., 2 * m :] + bias[2 * m :]
-        logits = logits.reshape(*logits.shape[:-1], m, m)
+    def columns(self, params):
+        return params["phi"].reshape(self.streams, -1, params["phi"].shape[-1])
+
+    def weigh(self, params, products, squares):
+        m, mix = self.streams, _normalised(products, squares, self.stream_eps)
+        bias = beside(params["b"], mix)
+        read = jax.nn.sigmoid(params["alpha_pre"] * mix[:m] + bias[:m])
+        write = 2 * jax.nn.sigmoid(params["alpha_post"] * mix[m : 2 * m] + bias[m : 2 * m])
+        logits = params["alpha_res"] * mix[2 * m :] + bias[2 * m :]
+        logits = logits.reshape(m, m, *logits.shape[1:])
         return read, write, sinkhorn(logits, self.sinkhorn_rounds, self.sinkhorn_delta)
 
     def collapse(self, streams):
@@ -153,7 +157,7 @@ class _ProjectedMHC(StreamResidual):
         raise NotImplementedError
 
     def transport(self, logits: jax.Array) -> jax.Array:
-        """The transport [..., s, t], from stream s to new stream t."""
+        """The transport [s, t, ...] from stream s to new stream t; logits: [c, ...]."""
         raise NotImplementedError
 
     def connection(self, kind, width):
@@ -174,20 +178,23 @@ class _ProjectedMHC(StreamResidual):
             **purpose("residual", self.transport_shape, self.transport_init),
         }
 
-    def weights(self, params, streams):
-        z = _flat_norm(streams, 1e-8)
+    def columns(self, params):
+        matrices = [params[f"{name}_dynamic_proj"] for name in PURPOSES]
+        side_by_side = jnp.concatenate(matrices, axis=-1)
+        return side_by_side.reshape(self.streams, -1, side_by_side.shape[-1])
 
-        def logits(name: str) -> jax.Array:
-            projected = jnp.einsum(
-                "...k,kc->...c", z, params[f"{name}_dynamic_proj"], precision="highest"
-            )
+    def weigh(self, params, products, squares):
+        m = self.streams
+        parts = jnp.split(_normalised(products, squares, 1e-8), [m, 2 * m])
+
+        def logits(name: str, part: jax.Array) -> jax.Array:
             bias = params[f"{name}_bias"]
-            gated = params[f"{name}_gate"] * projected
-            return gated.reshape(*gated.shape[:-1], *bias.shape) + bias
+            part = part.reshape(*bias.shape, *part.shape[1:])
+            return params[f"{name}_gate"] * part + beside(bias, part)
 
-        transport = self.transport(logits("residual"))
-        read, write = jax.nn.sigmoid(logits("pre")), 2 * jax.nn.sigmoid(logits("post"))
-        return read, write, jnp.swapaxes(transport, -1, -2)
+        pre, post, residual = map(logits, PURPOSES, parts)
+        transport = jnp.swapaxes(self.transport(residual), 0, 1)
+        return jax.nn.sigmoid(pre), 2 * jax.nn.sigmoid(post), transport
 
     def flops_per_token(self, layers, width):
         """As `MHC`, with as many columns for the transport as it has logits."""
@@ -280,15 +287,16 @@ class MHCStatic(StreamResidual):
             "H_res_logits": Parameter((m, m), near_identity, decay="never", float32=True),
         }
 
-    def weights(self, params, streams):
-        shape = (*streams.shape[:-2], self.streams)
-        read, write = (
-            jnp.broadcast_to(jax.nn.softmax(params[f"H_{name}_logits"]), shape)
-            for name in ("pre", "post")
-        )
+    def weigh(self, params, products, squares):
+        tokens = squares[0]
+
+        def for_all_tokens(weights: jax.Array) -> jax.Array:
+            shape = (*weights.shape, *tokens.shape)
+            return jnp.broadcast_to(weights.reshape(*weights.shape, *[1] * tokens.ndim), shape)
+
+        read, write = (jax.nn.softmax(params[f"H_{name}_logits"]) for name in ("pre", "post"))
         transport = log_sinkhorn(params["H_res_logits"] / self.sinkhorn_tau, self.sinkhorn_rounds)
-        transport = jnp.swapaxes(transport, -1, -2)
-        return read, write, jnp.broadcast_to(transport, (*shape, self.streams))
+        return for_all_tokens(read), for_all_tokens(write), for_all_tokens(transport.T)
 
     def flops_per_token(self, layers, width):
         """A sublayer: 2 m (m + 1) D for read and transport, 2 m D for the write."""

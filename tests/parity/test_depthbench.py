@@ -111,8 +111,8 @@ def test_depth_states_and_weights(case):
 
     def observer(rule, params, carry, history, s):
         streams = carry.get("streams") if isinstance(carry, dict) else None
-        if streams is not None:  # [B, T, m, D] -> [B m, T, D]
-            hidden = jnp.moveaxis(streams, 2, 1).reshape(-1, *streams[:, :, 0].shape[1:])
+        if streams is not None:  # [m, B, T, D] -> [B m, T, D]
+            hidden = jnp.swapaxes(streams, 0, 1).reshape(-1, *streams.shape[2:])
         else:
             hidden = rule.stream(carry)
         return {"hidden": hidden, **rule.observe(params, carry, history, s)}

@@ -265,6 +265,13 @@ def test_kimi_k3_stack(case):
 LARGE = 1e4
 
 
+def weights_of(rule, params, streams):
+    """With the axes of the fixtures: (read [..., m], write [..., m], transport [..., m, m])."""
+    read, write, transport = rule.weights(params, LARGE * jnp.moveaxis(streams, -2, 0))
+    read, write = jnp.moveaxis(read, 0, -1), jnp.moveaxis(write, 0, -1)
+    return read, write, jnp.moveaxis(transport, (0, 1), (-2, -1))
+
+
 def hc_weights(args, given, streams):
     scale = 1 + given["norm.gamma"]
     params = {
@@ -275,7 +282,7 @@ def hc_weights(args, given, streams):
         "dynamic_beta_proj": given["dynamic_beta_fn"] * scale,
         "dynamic_beta_scale": given["dynamic_beta_scale"],
     }
-    return HC(streams=args["n"]).weights(params, LARGE * streams)
+    return weights_of(HC(streams=args["n"]), params, streams)
 
 
 def split_columns(args, given):
@@ -305,19 +312,21 @@ def mhc_weights(args, given, streams):
         "residual_gate": given["residual_scale"][0],
     }
     rule = MHCNative(streams=m, sinkhorn_rounds=args["sinkhorn_iters"])
-    read, write, transport = rule.weights(params, LARGE * streams)
+    read, write, transport = weights_of(rule, params, streams)
     return read, write, jnp.swapaxes(transport, -1, -2)
 
 
 def mhc_lite_weights(args, given, streams):
     """The gates as in mHC; the transport is a mixture of permutations [source, target]."""
     (read, residual), (read_proj, residual_proj) = split_columns(args, given)
-    z = mhc._flat_norm(LARGE * streams, 1e-8)
+    z = streams.reshape(*streams.shape[:-2], -1)
+    z /= jnp.sqrt(jnp.mean(z * z, -1, keepdims=True))
     write_proj = given["dynamic_beta_fn"] * (1 + given["norm.gamma"])[:, None]
     read = jax.nn.sigmoid(given["pre_branch_scale"] * (z @ read_proj) + read)
     write = 2 * jax.nn.sigmoid(given["h_post_scale"] * (z @ write_proj) + given["static_beta"])
     logits = given["residual_scale"] * (z @ residual_proj) + residual
-    return read, write, jnp.swapaxes(mhc.permutation_mixture(logits, args["n"]), -1, -2)
+    transport = mhc.permutation_mixture(jnp.moveaxis(logits, -1, 0), args["n"])
+    return read, write, jnp.moveaxis(transport, (1, 0), (-2, -1))
 
 
 WEIGHTS = {"hc": hc_weights, "mhc": mhc_weights, "mhc_lite": mhc_lite_weights}
@@ -330,14 +339,14 @@ def test_streams(case, precision):
     of a scalar gain are sums that cancel, so fp32 is held to a little less."""
     tensors, args = load(case)
     dtype, bound = precision if precision == FLOAT64 else (jnp.float32, 5e-5)
-    weights_of = WEIGHTS[case[: case.index("_0")]]
+    weights = WEIGHTS[case[: case.index("_0")]]
 
     def run(given):
         streams, outputs = given["streams"], {}
         for layer in range(args["layers"]):
             prefix = f"layer{layer}."
             own = {k.removeprefix(prefix): v for k, v in given.items() if k.startswith(prefix)}
-            read, write, transport = weights_of(args, own, streams)
+            read, write, transport = weights(args, own, streams)
             x = jnp.einsum("...m,...md->...d", read, streams, precision="highest")
             mixed = jnp.einsum("...tm,...md->...td", transport, streams, precision="highest")
             y = jnp.tanh(apply(given[f"W{layer}"], x))
@@ -358,7 +367,8 @@ def test_sinkhorn(case, precision):
     dtype, bound = precision
 
     def run(given):
-        return {"H": sinkhorn(given["logits"], args["iters"], delta=0.0)}
+        matrix = sinkhorn(jnp.moveaxis(given["logits"], (-2, -1), (0, 1)), args["iters"], delta=0.0)
+        return {"H": jnp.moveaxis(matrix, (0, 1), (-2, -1))}
 
     with jax.enable_x64(dtype == jnp.float64):
         outputs, gradients = value_and_gradients(run, inputs(tensors, dtype))

@@ -64,18 +64,18 @@ def test_streams_start_near_one_plain_stream(residual):
     """Sublayer s reads stream s mod 4; each stream is carried on; writes have weight 1 (static mHC:
     a quarter, as they sum to one)."""
     model = build(residual)
-    streams = jax.random.normal(jax.random.key(0), (5, 4, SHAPE.width))
+    streams = jax.random.normal(jax.random.key(0), (4, 5, SHAPE.width))
     for s in range(2 * SHAPE.layers):
         read, write, transport = residual.weights(model.residual.sublayer_params(s), streams)
         # Softmax and sigmoid of a gap of 8; mHC-lite has 23 permutations beside the identity.
         atol = {"hc": 1e-6, "mhc_lite": 23 * np.exp(-8)}.get(residual.name, 1.1e-3)
-        np.testing.assert_allclose(read, np.tile(np.eye(4)[s % 4], (5, 1)), atol=atol)
+        np.testing.assert_allclose(read.T, np.tile(np.eye(4)[s % 4], (5, 1)), atol=atol)
         expected = 0.25 if residual.name == "mhc_static" else 1.0
-        np.testing.assert_allclose(write, np.full((5, 4), expected), atol=1e-6)
-        np.testing.assert_allclose(transport, np.tile(np.eye(4), (5, 1, 1)), atol=atol)
+        np.testing.assert_allclose(write, np.full((4, 5), expected), atol=1e-6)
+        np.testing.assert_allclose(transport.T, np.tile(np.eye(4), (5, 1, 1)), atol=atol)
         if residual.name == "mhc":  # DepthBench, appendix A
-            np.testing.assert_allclose(transport[:, 0, 0], 0.99899, atol=1e-5)
-            np.testing.assert_allclose(transport[:, 0, 1], 3.4e-4, atol=5e-6)
+            np.testing.assert_allclose(transport[0, 0], 0.99899, atol=1e-5)
+            np.testing.assert_allclose(transport[0, 1], 3.4e-4, atol=5e-6)
 
 
 @pytest.mark.parametrize("name", REGISTRY)
@@ -191,25 +191,25 @@ def test_parameters_at_24_layers(name, total):
 def test_sinkhorn_is_doubly_stochastic_with_the_right_gradient(project):
     """Columns, normalised last, sum to one; rows nearly; gradients equal finite differences."""
     with jax.enable_x64(True):
-        logits = jax.random.normal(jax.random.key(0), (7, 4, 4), jnp.float64)
+        logits = jax.random.normal(jax.random.key(0), (4, 4, 7), jnp.float64)
         matrix = project(logits, 20)
-        np.testing.assert_allclose(matrix.sum(-2), 1, atol=1e-5)
-        np.testing.assert_allclose(matrix.sum(-1), 1, atol=1e-5)
+        np.testing.assert_allclose(matrix.sum(0), 1, atol=1e-5)
+        np.testing.assert_allclose(matrix.sum(1), 1, atol=1e-5)
         target = jax.random.normal(jax.random.key(1), matrix.shape, jnp.float64)
 
         def loss(logits):
             return jnp.sum(project(logits, 20) * target)
 
         gradient, step = jax.grad(loss)(logits), 1e-6
-        for index in [(0, 0, 0), (3, 1, 2), (6, 3, 3)]:
+        for index in [(0, 0, 0), (1, 2, 3), (3, 3, 6)]:
             shift = jnp.zeros_like(logits).at[index].set(step)
             difference = (loss(logits + shift) - loss(logits - shift)) / (2 * step)
             np.testing.assert_allclose(gradient[index], difference, rtol=1e-5, atol=1e-8)
 
 
 def test_permutation_mixture_is_doubly_stochastic():
-    logits = 8 * jax.random.normal(jax.random.key(0), (7, 24))
+    logits = 8 * jax.random.normal(jax.random.key(0), (24, 7))
     matrix = permutation_mixture(logits, 4)
-    np.testing.assert_allclose(matrix.sum(-1), 1, atol=1e-6)
-    np.testing.assert_allclose(matrix.sum(-2), 1, atol=1e-6)
+    np.testing.assert_allclose(matrix.sum(0), 1, atol=1e-6)
+    np.testing.assert_allclose(matrix.sum(1), 1, atol=1e-6)
     assert float(matrix.min()) >= 0

@@ -1,0 +1,148 @@
+"""Several residual streams, read and mixed with weights of every token.
+
+Streams lie along the leading axis and tokens come last in all small arrays: on a TPU an axis of 4
+at the end would be padded to whole tiles.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from depthjax.kernels.rms_norm import at_least_float32, rms_norm
+
+Weigh = Callable[[Any, jax.Array | None, jax.Array], tuple[jax.Array, jax.Array, jax.Array]]
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def read_streams(
+    weigh: Weigh,
+    eps: float,
+    params: Any,
+    columns: jax.Array | None,
+    scale: jax.Array,
+    streams: jax.Array,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """(rms_norm(sum_j read_j H_j) [..., D], sum_j transport_tj H_j [m, ..., D], write) of streams H
+    [m, ..., D], the first two in their dtype, rounded once.
+
+    weigh(params, *stream_products(H, columns)) gives read [m, ...], write and transport [m, m, ...]
+    in at least fp32. The backward pass (one, in reverse) keeps the streams as they are and their
+    products, and computes the rest again.
+    """
+    return _forward(weigh, eps, params, columns, scale, streams)[0]
+
+
+def stream_products(
+    streams: jax.Array, columns: jax.Array | None
+) -> tuple[jax.Array | None, jax.Array]:
+    """(products, mean squares [m, ...]) of streams [m, ..., D], in at least fp32: with columns
+    [D, c], those of each stream, [c, m, ...]; with columns [m, D, c], those of the concatenation
+    of the streams, [c, ...]; without columns, none.
+
+    A norm in front of the columns is a factor a token, which commutes with the product: so no
+    normalised streams are held.
+    """
+    wide = [at_least_float32(stream) for stream in streams]
+    squares = jnp.stack([jnp.mean(stream * stream, axis=-1) for stream in wide])
+    if columns is None:
+        return None, squares
+    columns = columns.astype(squares.dtype)
+    # One product a stream: a batched one would copy the streams.
+    if columns.ndim == 2:
+        products = [_exact("dc,...d->c...", columns, stream) for stream in streams]
+        return jnp.stack(products, axis=1), squares
+    pairs = zip(columns, streams, strict=True)
+    return sum(_exact("dc,...d->c...", *pair) for pair in pairs), squares
+
+
+def _exact(subscripts, small, streams):
+    """einsum in the precision of `small`, fp32 or wider, whose last subscript is not summed.
+
+    For bf16 streams `small` is split into three terms of bf16, beside each other: that is as exact
+    as fp32, and takes one pass over streams that are never widened.
+    """
+    if streams.dtype != jnp.bfloat16:
+        return jnp.einsum(subscripts, small, streams, precision="highest")
+    terms, rest = [], small
+    for _ in range(3):  # a plain cast there and back might be optimised away
+        terms.append(jax.lax.reduce_precision(rest, exponent_bits=8, mantissa_bits=7))
+        rest = rest - terms[-1]
+    axis = subscripts.index("c") if subscripts[0] == "c" else small.ndim - 1
+    beside = jnp.concatenate(terms, axis=axis).astype(jnp.bfloat16)
+    result = jnp.einsum(subscripts, beside, streams, preferred_element_type=small.dtype)
+    return sum(jnp.split(result, 3, axis=subscripts.partition("->")[2].index("c")))
+
+
+def _weighted(weights, streams):
+    """sum_j weights_j H_j in at least fp32; weights: [m, ...], or [m, n, ...] for n sums. Spelled
+    out, so that it fuses: a product of so small matrices would copy the streams. On a CPU, fusion
+    would compute its operands again for every feature."""
+
+    def product(weights, streams):
+        subscripts = "m...,m...d->...d" if weights.ndim < streams.ndim else "mn...,m...d->n...d"
+        return jnp.einsum(subscripts, weights, at_least_float32(streams), precision="highest")
+
+    def spelled(weights, streams):
+        pairs = zip(weights, streams, strict=True)
+        return sum(w[..., None] * at_least_float32(stream) for w, stream in pairs)
+
+    return jax.lax.platform_dependent(weights, streams, cpu=product, default=spelled)
+
+
+def _forward(weigh, eps, params, columns, scale, streams):
+    products, squares = stream_products(streams, columns)
+    read, write, transport = weigh(params, products, squares)
+    x = rms_norm(_weighted(read, streams), scale, eps).astype(streams.dtype)
+    mixed = _weighted(jnp.swapaxes(transport, 0, 1), streams).astype(streams.dtype)
+    return (x, mixed, write), (params, columns, scale, streams, products, squares)
+
+
+def _backward(weigh, eps, kept, cotangents):
+    params, columns, scale, streams, products, squares = kept
+    by_x, by_mixed, by_write = cotangents
+    (read, _, transport), pull = jax.vjp(weigh, params, products, squares)
+    x, pull_norm = jax.vjp(
+        lambda x, scale: rms_norm(x, scale, eps), _weighted(read, streams), scale
+    )
+    by_x, by_scale = pull_norm(by_x.astype(x.dtype))
+
+    wide = [at_least_float32(stream) for stream in streams]
+    by_read = jnp.stack([jnp.sum(by_x * old, -1) for old in wide])
+    by_transport = jnp.stack(
+        [jnp.stack([jnp.sum(at_least_float32(new) * old, -1) for old in wide]) for new in by_mixed]
+    )
+    by_params, by_products, by_squares = pull((by_read, by_write, by_transport))
+
+    by_streams = read[..., None] * by_x + _weighted(transport, by_mixed)
+    by_streams += (by_squares * (2 / streams.shape[-1]))[..., None] * at_least_float32(streams)
+    by_columns = None
+    if columns is not None:
+        by_columns = _by_columns(by_products, streams, columns.ndim).astype(columns.dtype)
+        by_streams += _by_products(by_products, columns.astype(by_products.dtype))
+    return by_params, by_columns, by_scale, by_streams.astype(streams.dtype)
+
+
+def _by_columns(by_products, streams, ndim):
+    if ndim == 2:
+        pairs = zip(jnp.swapaxes(by_products, 0, 1), streams, strict=True)
+        return sum(_exact("c...,...d->dc", *pair) for pair in pairs)
+    return jnp.stack([_exact("c...,...d->dc", by_products, stream) for stream in streams])
+
+
+def _by_products(by_products, columns):
+    """What the products leave at the streams, [m, ..., D]."""
+    if columns.ndim == 2:
+        return jnp.einsum("cm...,dc->m...d", by_products, columns, precision="highest")
+    # As one product over all m c columns, those of the other streams times zero: a product a
+    # stream would be held, as would a batched one.
+    m, _, c = columns.shape
+    own = jnp.eye(m, dtype=by_products.dtype).reshape(m, m, *[1] * by_products.ndim)
+    spread = (own * by_products).reshape(m, m * c, *by_products.shape[1:])
+    rows = jnp.swapaxes(columns, 1, 2).reshape(m * c, -1)
+    return jnp.einsum("mc...,cd->m...d", spread, rows, precision="highest")
+
+
+read_streams.defvjp(_forward, _backward)
