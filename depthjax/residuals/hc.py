@@ -171,6 +171,6 @@ class HC(StreamResidual):
         return 2 * layers * width * (2 * m * (m + 2) + 2 * m * (m + 1) + 2 * m)
 
     def matmul_flops_per_token(self, layers, width):
-        """The alpha gates' m (m + 1) projections and the transport."""
+        """The projections of the gates: m + 2 columns a stream."""
         m = self.streams
-        return 2 * layers * width * (2 * m * (m + 1) + 2 * m * m)
+        return 2 * layers * width * 2 * m * (m + 2)

@@ -138,9 +138,13 @@ class MHC(StreamResidual):
         return 2 * layers * width * (2 * m * (m * m + 2 * m) + 2 * m * (m + 1) + 2 * m)
 
     def matmul_flops_per_token(self, layers, width):
-        """phi and the transport."""
+        """phi."""
         m = self.streams
-        return 2 * layers * width * (2 * m * (m * m + 2 * m) + 2 * m * m)
+        return 2 * layers * width * 2 * m * (m * m + 2 * m)
+
+    def rereading_matmul_flops_per_token(self, layers, width):
+        """phi once more; its transpose as a block diagonal of m blocks, where one is counted."""
+        return self.streams * self.matmul_flops_per_token(layers, width)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -203,10 +207,14 @@ class _ProjectedMHC(StreamResidual):
         return 2 * layers * width * (2 * m * columns + 2 * m * (m + 1) + 2 * m)
 
     def matmul_flops_per_token(self, layers, width):
-        """The projections and the transport."""
+        """The projections."""
         m = self.streams
         columns = 2 * m + math.prod(self.transport_shape)
-        return 2 * layers * width * (2 * m * columns + 2 * m * m)
+        return 2 * layers * width * 2 * m * columns
+
+    def rereading_matmul_flops_per_token(self, layers, width):
+        """As `MHC`."""
+        return self.streams * self.matmul_flops_per_token(layers, width)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -302,7 +310,3 @@ class MHCStatic(StreamResidual):
         """A sublayer: 2 m (m + 1) D for read and transport, 2 m D for the write."""
         m = self.streams
         return 2 * layers * width * (2 * m * (m + 1) + 2 * m)
-
-    def matmul_flops_per_token(self, layers, width):
-        """The transport."""
-        return 2 * layers * width * 2 * self.streams**2

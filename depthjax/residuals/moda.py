@@ -102,6 +102,10 @@ class MoDA(Residual):
         """The projections."""
         return 4 * width * self.kv_heads * self.head_dim * (layers - 1)
 
+    def rereading_matmul_flops_per_token(self, layers, width):
+        """None: the backward pass does not need what was projected, which the cache holds."""
+        return 0
+
     def elements_moved(self, layers, width):
         """The stream, the key and value that each sublayer leaves, and those that attention reads:
         2 i entries in layer i."""

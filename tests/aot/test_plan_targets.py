@@ -72,11 +72,14 @@ def test_every_chip_has_a_plan(topology):
 @pytest.mark.parametrize("name", sorted(REGISTRY))
 def test_counted_products_are_the_formula(name):
     """On v6e, XLA's attention over the whole square, everything kept for the backward: 1 %."""
-    config = small(residual=REGISTRY[name](), vocab=4096)
+    # In float32: products of bfloat16 streams are three, see `kernels.stream_mix`.
+    # Of few tokens: attention over depth weighs the sequence once more in the backward pass.
+    sizes = {"vocab": 4096, "context": 128, "dtype": "float32"}
+    config = small(residual=REGISTRY[name](), **sizes)
     config = dataclasses.replace(config, train=TrainConfig(batch=1))
     entry = plan(config, "v6e:1x1", vocab=4096)
     assert entry.notes == []
-    formula = matmul_flops_per_sequence(config.shape, 4096, 512, config.residual)
+    formula = matmul_flops_per_sequence(config.shape, 4096, 128, config.residual)
     assert entry.flops_compiled == pytest.approx(formula, rel=0.01)
 
 

@@ -13,7 +13,7 @@ from depthjax.plan.hlo_cost import count_flops
 from depthjax.residuals import REGISTRY
 from depthjax.train.loss import mean_loss
 
-SHAPE = Shape(layers=16, width=64, heads=4, kv_heads=4, mlp_width=176)
+SHAPE = Shape(layers=16, width=768, heads=4, kv_heads=4, mlp_width=2048)
 VOCAB, BATCH, TOKENS = 256, 2, 96
 
 
