@@ -74,6 +74,8 @@ class Sublayers:
         """The state after sublayer s."""
         x, ctx, carry, history = self.read(kind, params, *state, s)
         y, aux = self.branch(kind, params, x, ctx)
+        # What reads the history comes before the row that is put into it, or it would be copied.
+        y, history = jax.lax.optimization_barrier((y, history))
         carry, appended = self.write(kind, params, carry, y, aux, s)
         return carry, append(history, appended)
 

@@ -4,10 +4,22 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
+from jax.experimental.layout import Layout, with_layout_constraint
 
 from depthjax.residuals.base import Parameter, Residual, empty_history
 from depthjax.residuals.post_ln import PostLN
 from depthjax.residuals.pre_ln import PreLN
+
+
+@jax.custom_vjp
+def tokens_minor(cache: jax.Array) -> jax.Array:
+    """A cache [rows, ..., T, K, E] itself, and its cotangent, laid out with tokens innermost: a
+    head's few entries would be padded there, and two layouts of one cache copied."""
+    order = (*range(cache.ndim - 3), cache.ndim - 2, cache.ndim - 1, cache.ndim - 3)
+    return with_layout_constraint(cache, Layout(order))
+
+
+tokens_minor.defvjp(lambda cache: (tokens_minor(cache), None), lambda _, d: (tokens_minor(d),))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -68,6 +80,7 @@ class MoDA(Residual):
     def read(self, params, carry, history, s):
         x, _, stream, _ = self.plain.read(params, carry["stream"], {}, s)
         if "kv_proj" not in params:  # attention
+            history = jax.tree.map(tokens_minor, history)
             return x, (history["key"], history["value"], s), {**carry, "stream": stream}, history
         projection = params["kv_proj"].astype(x.dtype)
         key, value = jnp.moveaxis(jnp.einsum("...d,dpke->...pke", x, projection), -3, 0)
