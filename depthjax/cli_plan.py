@@ -2,7 +2,9 @@
 
 import functools
 import json
+import os
 import pathlib
+import re
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -54,7 +56,7 @@ def run(arguments: Sequence[str]) -> None:
     wanted = target(options["--topology"] or "cpu")
     axes = mesh_axes(options["--mesh"], wanted.devices)
     for name in ("--json", "--picture"):
-        _check_folder(name, options[name])
+        _check_file(name, options[name])
     prepare_environment(wanted)
     configs = _configs(arguments[0], rest, options["--compare"])
     if prefill is None:
@@ -65,14 +67,21 @@ def run(arguments: Sequence[str]) -> None:
 
 
 def _tokens(text: str | None) -> int | None:
-    if text is not None and (not text.isdigit() or not 2 <= int(text) < 2**31):
+    if text is not None and (not re.fullmatch("[0-9]+", text) or not 2 <= int(text) < 2**31):
         raise InputError(f"prefill is {text!r}: give a number of tokens, at least 2")
     return None if text is None else int(text)
 
 
-def _check_folder(name: str, path: str | None) -> None:
-    if path is not None and (not path or not pathlib.Path(path).absolute().parent.is_dir()):
+def _check_file(name: str, path: str | None) -> None:
+    if path is None:
+        return
+    file = pathlib.Path(path).absolute()
+    if not path or not file.parent.is_dir():
         raise InputError(f"{name[2:]} is {path!r}: its folder does not exist")
+    if file.is_dir() or not os.access(file if file.exists() else file.parent, os.W_OK):
+        raise InputError(f"{name[2:]} is {path!r}: give a file that can be written")
+    if name == "--picture" and file.suffix not in (".png", ".svg", ".pdf"):
+        raise InputError(f"picture is {path!r}: give a name that ends in .png, .svg or .pdf")
 
 
 def _configs(path: str, rest: Sequence[str], compare: str | None) -> list[Any]:
@@ -88,6 +97,8 @@ def _configs(path: str, rest: Sequence[str], compare: str | None) -> list[Any]:
         return [load()]
     names = compare.split(",")
     load()  # a config file may bring its own residual connections
+    if "" in names:
+        raise InputError(f"compare is {compare!r}: name residual connections, with commas between")
     for name in names:
         try:
             residual_named(name)
@@ -95,7 +106,13 @@ def _configs(path: str, rest: Sequence[str], compare: str | None) -> list[Any]:
             raise InputError(str(error).replace("model.residual", "compare", 1)) from error
     if len(set(names)) < len(names):
         raise InputError(f"compare is {compare}: name each residual connection once")
-    return [load("--model.residual", name) for name in names]
+    configs = []
+    for name in names:
+        try:
+            configs.append(load("--model.residual", name))
+        except InputError as error:
+            raise InputError(f"compare, {name}: {error}") from error
+    return configs
 
 
 def _entries(configs, wanted, axes, effort: str | None, prefill: int | None) -> list[Any]:

@@ -230,10 +230,10 @@ class Config:
         for name, (value, least) in at_least.items():
             if value is not None and value < least:
                 raise InputError(f"{name} is {value}: give {least} or more")
-        positive = {f"train.{n}": getattr(train, n) for n in ("adam_eps", "clip_norm")}
-        positive |= {"train.peak_lr": self.peak_lr}
-        positive |= {"train.guard_norm": train.guard_norm, "model.rope_theta": model.rope_theta}
-        positive["model.init_std"] = model.init_std
+        names = "adam_eps", "clip_norm", "guard_norm"
+        positive = {f"train.{name}": getattr(train, name) for name in names}
+        positive |= {"model.rope_theta": model.rope_theta, "model.init_std": model.init_std}
+        positive["train.peak_lr"] = self.peak_lr
         for name, value in positive.items():
             if value <= 0:
                 raise InputError(f"{name} is {value}: give a positive number")
@@ -250,10 +250,8 @@ class Config:
                 "divide"
             )
         if model.remat_group is not None and model.remat != "group":
-            raise InputError(
-                f"model.remat_group is {model.remat_group}, but model.remat {model.remat}: leave "
-                "it out, or take model.remat group"
-            )
+            group = f"model.remat_group is {model.remat_group}, but model.remat {model.remat}"
+            raise InputError(f"{group}: leave it out, or take model.remat group")
         return self
 
     def check_devices(self, devices: int) -> None:
@@ -421,6 +419,8 @@ def from_json(file: pathlib.Path) -> Config:
     is not registered may be defined in OWN_VARIANT beside it."""
     try:
         values = json.loads(file.read_text())
+        if isinstance(remat := values["model"].get("remat"), bool):  # as it was before policies
+            values["model"]["remat"] = "layer" if remat else "none"
         own = file.with_name(OWN_VARIANT)
         if values["model"]["residual"]["name"] not in REGISTRY and own.exists():
             import_file(own)

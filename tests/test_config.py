@@ -13,6 +13,7 @@ from depthjax.config import (
     TrainConfig,
     flatten,
     from_dict,
+    from_json,
     load_config,
     to_dict,
 )
@@ -28,6 +29,15 @@ CONFIGS = pathlib.Path(__file__).parent.parent / "configs"
 def test_json_round_trip(name):
     config = Config(model=ModelConfig(residual=REGISTRY[name](eps=1e-5), vocab=100))
     assert from_dict(json.loads(json.dumps(to_dict(config)))) == config
+
+
+def test_json_from_before_the_policies(tmp_path):
+    """Runs of old said model.remat true or false."""
+    values = to_dict(Config())
+    for old, new in ((True, "layer"), (False, "none")):
+        values["model"]["remat"] = old
+        (tmp_path / "config.json").write_text(json.dumps(values))
+        assert from_json(tmp_path / "config.json").check().model.remat == new
 
 
 def test_unknown_field_in_json():

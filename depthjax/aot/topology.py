@@ -14,6 +14,7 @@ from depthjax.errors import InputError
 from depthjax.plan.chips import CHIPS, Chip
 
 _TPU_AXES = {"v4": 3, "v5e": 2, "v5p": 3, "v6e": 2, "tpu7x": 3}
+_TPU_MOST = {"v4": 16, "v5e": 16, "v5p": 28, "v6e": 16, "tpu7x": 24}  # along an axis of a pod
 _TPU_OPTIONS = {"v4": {"chip_config_name": "megacore"}}  # a chip is one device, as when it runs
 _GPUS = ("h100",)
 
@@ -63,6 +64,11 @@ def target(name: str) -> Target:
         _require_cuda(name)
         return Target(name, "gpu", devices, CHIPS[kind], sizes)
     if kind in _TPU_AXES and len(sizes) == _TPU_AXES[kind] and devices:
+        if max(sizes) > _TPU_MOST[kind]:
+            raise InputError(
+                f"topology is {name}, but a {kind} pod has at most {_TPU_MOST[kind]} chips along "
+                f"an axis: use one like {CHIPS[kind].example}"
+            )
         if importlib.util.find_spec("libtpu") is None:
             raise InputError(
                 f"topology is {name}, which needs libtpu to compile for, and it is not installed: "
@@ -131,13 +137,11 @@ def prepare_environment(wanted: Target) -> None:
 
 def mesh_of(wanted: Target, axes: Mapping[str, int]) -> Any:
     """The `jax.sharding.Mesh` of a target's devices."""
-    import jax
     import numpy as np
     from jax.sharding import AxisType, Mesh
 
     devices = np.array(_devices(wanted)).reshape(tuple(axes.values()))
     kinds = (AxisType.Auto,) * len(axes)
-    assert isinstance(devices.flat[0], jax.Device)
     return Mesh(devices, tuple(axes), axis_types=kinds)
 
 

@@ -49,7 +49,9 @@ def _forward(history, newest, u, count, eps):
     logits = jnp.where(live[..., 0], logits, -jnp.inf)
     own = at_least_float32(newest)
     own_logit, own_rho = score(own, u, eps)
-    lse = jnp.logaddexp(jax.nn.logsumexp(logits, axis=0), own_logit)
+    most = jnp.maximum(jnp.max(logits, axis=0, initial=-jnp.inf), own_logit)  # always finite
+    total = jnp.sum(jnp.exp(logits - most), axis=0) + jnp.exp(own_logit - most)
+    lse = most + jnp.log(total)
     z = jnp.sum(jnp.exp(logits - lse)[..., None] * v, axis=0)
     z += jnp.exp(own_logit - lse)[..., None] * own
     return (z, history), (history, newest, u, count, logits, rho, lse, own_logit, own_rho)

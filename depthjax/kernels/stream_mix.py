@@ -62,10 +62,19 @@ def _exact(subscripts, small, streams):
     """einsum in the precision of `small`, fp32 or wider, whose last subscript is not summed.
 
     For bf16 streams `small` is split into three terms of bf16, beside each other: that is as exact
-    as fp32, and takes one pass over streams that are never widened.
+    as fp32, and takes one pass over streams that are never widened. A CPU has no such product.
     """
+
+    def plain(small, streams):
+        return jnp.einsum(subscripts, small, at_least_float32(streams), precision="highest")
+
     if streams.dtype != jnp.bfloat16:
-        return jnp.einsum(subscripts, small, streams, precision="highest")
+        return plain(small, streams)
+    split = functools.partial(_split_product, subscripts)
+    return jax.lax.platform_dependent(small, streams, cpu=plain, default=split)
+
+
+def _split_product(subscripts, small, streams):
     terms, rest = [], small
     for _ in range(3):  # a plain cast there and back might be optimised away
         terms.append(jax.lax.reduce_precision(rest, exponent_bits=8, mantissa_bits=7))

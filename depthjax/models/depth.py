@@ -38,7 +38,8 @@ def run_depth(
     plain = unroll or skip is not None
     pull = None if plain else rule.pull()
     if pull is not None:
-        return scan_by_pull(sublayers, pull, params, final, embedding, remat)
+        features, seen = scan_by_pull(sublayers, pull, params, final, embedding, remat)
+        return features, jax.lax.stop_gradient(seen)
     state = rule.begin(embedding, layers)
     if plain:
         state, seen = _loop(sublayers, params, state, layers, unroll, skip)
@@ -46,7 +47,7 @@ def run_depth(
         state, seen = scan_layers(sublayers, params, state, 0, remat)
     if sublayers.observer is not None:
         seen = seen, sublayers.observer(rule, final, *state, None)
-    return rule.finish(final, *state), seen
+    return rule.finish(final, *state), jax.lax.stop_gradient(seen)
 
 
 def _loop(sublayers: Sublayers, params: LayerParams, state, layers: int, unroll: bool, skip):

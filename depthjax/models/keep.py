@@ -21,6 +21,12 @@ class Remat:
     policy: str = "none"
     group: int = 1
 
+    def __post_init__(self):
+        if self.policy not in POLICIES:
+            raise ValueError(f"policy is {self.policy!r}: choose from {', '.join(POLICIES)}")
+        if self.group < 1:
+            raise ValueError(f"group is {self.group}: give 1 or more layers")
+
     @property
     def keeps_branches(self) -> bool:
         return self.policy in ("none", "dots")

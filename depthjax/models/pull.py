@@ -34,7 +34,7 @@ def scan_by_pull(
             lses, kept, seen = [], [], []
             for kind in (ATTENTION, MLP):
                 s = 2 * index + kind
-                seen.append(_observe(sublayers, pull, params.residual[KINDS[kind]], rows, s))
+                seen.append(_observe(sublayers, pull, params.residual[KINDS[kind]], rows, s, s))
                 mixture, lse = pull.mix(rows, s, directions[s])
                 step = _Sublayer(sublayers, pull, remat, kind, params, s, embedding)
                 y, pullback = step.run(mixture)
@@ -146,11 +146,11 @@ class _Sublayer:
         return jax.tree.map(jnp.add, d_params, more), d_mixture
 
 
-def _observe(sublayers, pull, params, rows, reader, s="reader"):
+def _observe(sublayers, pull, params, rows, reader, s):
+    """What is seen in front of `reader`, which an observer knows as s."""
     if sublayers.observer is None:
         return None
-    state = pull.state(rows, reader)
-    return sublayers.observer(sublayers.rule, params, *state, reader if s == "reader" else s)
+    return sublayers.observer(sublayers.rule, params, *pull.state(rows, reader), s)
 
 
 def _product(a, b):
