@@ -112,8 +112,8 @@ class MoDA(Residual):
         return projections + 4 * width * sum(2 * i for i in range(layers))
 
     def matmul_flops_per_token(self, layers, width):
-        """The projections."""
-        return 4 * width * self.kv_heads * self.head_dim * (layers - 1)
+        """The projections, as a scan over layers computes them: of the last layer too."""
+        return 4 * width * self.kv_heads * self.head_dim * layers
 
     def rereading_matmul_flops_per_token(self, layers, width):
         """None: the backward pass does not need what was projected, which the cache holds."""

@@ -47,7 +47,7 @@ def refusal(case: str, change: dict) -> str:
         ("preln", {"norm_eps": -1e-6}, "norm_eps is -1e-06: give a finite positive number or 0"),
         ("preln", {"n_layers": 0}, "n_layers is 0: give a positive integer"),
         ("preln", {"n_heads": 4.0}, "n_heads is 4.0: give a positive integer"),
-        ("preln", {"vocab_size": 1}, "model.vocab is 1: give at least 2"),
+        ("preln", {"vocab_size": 1}, "model.vocab is 1: give 2 or more"),
         ("preln", {"experimental": {"bias": True}}, "experimental.bias is True: leave it out"),
         ("preln", {"experimental": [1]}, "experimental is [1]: give an object"),
         ("attnres_full", {"attnres_block_size": 3}, "attnres_block_size is 3: give 1 with arch"),
