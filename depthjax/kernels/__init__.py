@@ -1,12 +1,12 @@
 """Array functions that carry the cost of depth. They know no module and no config, and of a mesh
 only the one in force."""
 
-from depthjax.kernels.depth_gather import gather_rows, mix_rows
-from depthjax.kernels.depth_mix import depth_mix, depth_weights
-from depthjax.kernels.depth_read import depth_read
 from depthjax.kernels.layer_norm import layer_norm
+from depthjax.kernels.mixture.gather import gather_rows, mix_rows
+from depthjax.kernels.mixture.one_shot import depth_mix, depth_weights
+from depthjax.kernels.mixture.read import depth_read
 from depthjax.kernels.rms_norm import rms_norm
-from depthjax.kernels.stream_mix import read_streams, stream_products
+from depthjax.kernels.streams.xla import read_streams, stream_products
 
 __all__ = [
     "depth_mix",

@@ -38,23 +38,30 @@ def _free_axes() -> dict[str, int]:
     }
 
 
-def over_batch(function: Callable, batch: int, in_specs: Any, out_specs: Any) -> Callable:
+def over_batch(
+    function: Callable, batch: int, in_axes: Any, out_axes: Any, *, kernel: bool = False
+) -> Callable:
     """`function(axes, *arrays)` on each device's rows; axes: the mesh axes that hold the others.
 
-    in_specs, out_specs: pytrees of bool beside the arguments and results, True where the leading
-    axis is the batch; False where each device sees the whole, and has to return the same (sum over
-    `axes`). Where `batch_axes` finds none, the function is called once, with ().
+    in_axes, out_axes: pytrees beside the arguments and results of the axis that is the batch, None
+    where each device sees the whole, and has to return the same (sum over `axes`). kernel: a kernel
+    runs, which the compiler cannot divide, so that devices along other axes of the mesh do the same
+    work. Where nothing divides the work, the function is called once, with ().
     """
-    axes = batch_axes(batch)
-    if not axes:
+    axes, sizes = batch_axes(batch), _free_axes()
+    manual = set(sizes) if kernel and math.prod(sizes.values()) > 1 else set(axes)
+    if not manual:
         return lambda *arrays: function((), *arrays)
-    spec = {True: P(axes), False: P()}
-    in_specs, out_specs = jax.tree.map(spec.get, (in_specs, out_specs))
+
+    def spec(axis):
+        return P() if axis is None or not axes else P(*[None] * axis, axes)
+
+    in_specs, out_specs = jax.tree.map(spec, (in_axes, out_axes), is_leaf=lambda axis: axis is None)
     return jax.shard_map(
         lambda *arrays: function(axes, *arrays),
         in_specs=in_specs,
         out_specs=out_specs,
-        axis_names=set(axes),
+        axis_names=manual,
         check_vma=False,  # kernels do not say what varies
     )
 

@@ -99,9 +99,9 @@ _cross_entropy.defvjp(_forward, _backward)
 
 def _chunked(chunks, differentiate, features, head, targets, weights):
     """(loss,), or (loss, its gradients by features and head, the loss of each token [B, T])."""
-    results = (False, True, False, True) if differentiate else (False,)
+    results = (None, 0, None, 0) if differentiate else (None,)
     local = functools.partial(_local, chunks, differentiate)
-    arguments = (True, False, True, True)
+    arguments = (0, None, 0, 0)
     return over_batch(local, len(targets), arguments, results)(features, head, targets, weights)
 
 

@@ -72,7 +72,7 @@ def test_every_chip_has_a_plan(topology):
 @pytest.mark.parametrize("name", sorted(REGISTRY))
 def test_counted_products_are_the_formula(name):
     """On v6e, XLA's attention over the whole square, everything kept for the backward: 1 %."""
-    # In float32: products of bfloat16 streams are three, see `kernels.stream_mix`.
+    # In float32: products of bfloat16 streams are three, see `kernels.streams`.
     # Of few tokens: attention over depth weighs the sequence once more in the backward pass.
     sizes = {"vocab": 4096, "context": 128, "dtype": "float32"}
     config = small(residual=REGISTRY[name](), **sizes)

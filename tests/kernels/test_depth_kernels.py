@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from depthjax.kernels import depth_mix, depth_read, read_streams, stream_products
-from depthjax.kernels.stream_mix import _split_product
+from depthjax.kernels.streams.xla import _split_product
 
 pytestmark = pytest.mark.jax_version
 

@@ -96,9 +96,9 @@ def test_state_by_hand(name):
     assert state == by_hand.get(name, plain)
     assert residual.carry_bytes_per_token(layers, s.width, jnp.bfloat16) <= state
     assert residual.matmul_flops_per_token(layers, s.width) >= 0
-    assert residual.matmul_flops_per_token(layers, s.width) <= residual.flops_per_token(
-        layers, s.width
-    )
+    # A scan computes every layer alike, also what the formula leaves out of the first or the last.
+    at_most = residual.flops_per_token(layers, s.width) * layers / (layers - 1)
+    assert residual.matmul_flops_per_token(layers, s.width) <= at_most
 
 
 def test_chips_by_the_names_that_jax_gives():

@@ -19,7 +19,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from depthjax.kernels.depth_read import live_rows, score
+from depthjax.kernels.mixture.read import live_rows, score
 from depthjax.kernels.rms_norm import at_least_float32
 
 SIZES = 2

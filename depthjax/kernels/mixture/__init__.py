@@ -1,0 +1,1 @@
+"""One query mixes depth sources: the read of Attention Residuals, forward and backward."""

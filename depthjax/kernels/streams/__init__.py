@@ -1,0 +1,1 @@
+"""Reading and mixing the streams of Hyper-Connections."""
