@@ -1,8 +1,9 @@
 """Bytes between device memory and the chip, counted on a compiled program.
 
 An instruction outside of fusions reads its operands and writes its result; what lies on the chip
-(VMEM) is free, a slice touches what it takes, and an update in place what it puts. What a kernel
-written by hand moves is taken to be its operands and results, once each.
+(VMEM) is free, a slice touches what it takes, and an update in place what it puts. A kernel written
+by hand moves what it states (`pl.CostEstimate`), less the operands and results that lie on the
+chip; one that states nothing its operands and results, once each.
 """
 
 import collections
@@ -14,6 +15,7 @@ _FREE = {
     *("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "domain"),
     *("partition-id", "replica-id", "opt-barrier", "optimization-barrier", "add-dependency"),
 }
+_STATED = r'cost_estimate"?:\s*\{[^}]*?"?bytes_accessed"?:\s*"?(\d+)'
 _SLICES = ("dynamic-slice", "slice", "gather")
 
 
@@ -60,6 +62,9 @@ def traffic(module: Module, computation: Computation, instruction: Instruction) 
             if size
         )
         return read + _written(module, body, instruction)
+    if opcode == "custom-call" and (stated := instruction.attribute(_STATED)):
+        ends = sum(map(_bytes, (*operands, instruction)))
+        return max(0, int(stated) - (ends - sum(sizes) - instruction.hbm_bytes))
     return sum(sizes) + instruction.hbm_bytes
 
 

@@ -124,7 +124,7 @@ def test_text_that_goes_on_in_the_next_line():
   %x = f32[8] get-tuple-element(%p), index=1
   %k = f32[8] custom-call(%x), custom_call_target="tpu_custom_call", metadata={op_name="a
 } of
-b"}, backend_config={"cost_estimate":{"flops":"70","bytes_accessed":"1"}}
+b"}, backend_config={"cost_estimate":{"flops":"70","bytes_accessed":"40"}}
   ROOT %t = (s32[], f32[8]) tuple(%i, %k)
 }
 
@@ -145,7 +145,10 @@ ENTRY %main (a: f32[8]) -> f32[8] {
 """
     module = parse(text)
     assert count_flops(module).kernels == 10 * 70  # i = 2 .. 11
-    assert hbm_bytes(module) == 10 * 2 * 8 * 4
+    assert hbm_bytes(module) == 10 * 40
+    assert hbm_bytes(parse(text.replace(', backend_config={"cost', ', other={"'))) == 10 * 2 * 8 * 4
+    on_chip = text.replace("%x = f32[8] get", "%x = f32[8]{0:S(1)} get")
+    assert hbm_bytes(parse(on_chip)) == 10 * (40 - 8 * 4)
     with pytest.raises(ValueError, match="ENTRY"):
         parse("nothing")
 
