@@ -10,8 +10,8 @@ import tyro
 from flax import nnx
 from rich.console import Console
 
-from depthjax.config import Config, residual_named, suggest, variant_source
-from depthjax.errors import InputError
+from depthjax.config import Config, residual_named, variant_source
+from depthjax.errors import InputError, suggest
 from depthjax.interop import (
     DEPTHJAX,
     FORMATS,

@@ -53,7 +53,8 @@ def run(arguments: Sequence[str]) -> None:
             "--prefill, or leave it out for training"
         )
     prefill = _tokens(options["--prefill"])
-    wanted = target(options["--topology"] or "cpu")
+    topology = options["--topology"]
+    wanted = target("cpu" if topology is None else topology)
     axes = mesh_axes(options["--mesh"], wanted.devices)
     for name in ("--json", "--picture"):
         _check_file(name, options[name])
@@ -91,7 +92,7 @@ def _configs(path: str, rest: Sequence[str], compare: str | None) -> list[Any]:
 
     def load(*extra: str):
         reader = functools.partial(load_config, path)
-        return override(reader, [*rest, *extra], "depthjax plan CONFIG").check()
+        return override(reader, [*rest, *extra], "depthjax plan CONFIG", _OPTIONS).check()
 
     if compare is None:
         return [load()]

@@ -7,7 +7,6 @@ that the recipe can follow them. The command line overrides any field after that
 """
 
 import dataclasses
-import difflib
 import importlib.util
 import inspect
 import json
@@ -23,7 +22,7 @@ from typing import Any, Literal
 import jax.numpy as jnp
 from flax import nnx
 
-from depthjax.errors import InputError
+from depthjax.errors import InputError, suggest
 from depthjax.models import Remat, Shape, Transformer, shape_of
 from depthjax.residuals import REGISTRY, PreLN, Residual
 
@@ -429,12 +428,6 @@ def from_json(file: pathlib.Path) -> Config:
         raise InputError(f"{file} cannot be read: {error}") from error
     except Exception as error:  # damaged JSON, or whatever a variant's own file raises
         raise InputError(f"{file} cannot be read ({error})") from error
-
-
-def suggest(name: str, known: typing.Iterable[str]) -> str:
-    """'did you mean X?', with the nearest of the known names."""
-    near = difflib.get_close_matches(name, list(known), n=1, cutoff=0.0)
-    return f"did you mean {near[0]}?" if near else "there are no fields"
 
 
 def flatten(config: Config | Mapping[str, Any]) -> dict[str, Any]:

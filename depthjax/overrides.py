@@ -8,19 +8,23 @@ from typing import Any
 
 import tyro
 
-from depthjax.config import Config, flatten, suggest
-from depthjax.errors import InputError
+from depthjax.config import Config, flatten
+from depthjax.errors import InputError, suggest
 
 _DIALS = ("--model.shape", "--model.residual")
 
 
 def override(
-    load: Callable[[str | None, str | None], Config], arguments: Sequence[str], prog: str
+    load: Callable[[str | None, str | None], Config],
+    arguments: Sequence[str],
+    prog: str,
+    options: Sequence[str] = (),
 ) -> Config:
     """The config of `load(shape, residual)` with the fields in `arguments` set.
 
     `--model.shape` and `--model.residual` go to `load`, so that a config can follow them; the rest
-    override fields of what it returns. Raises InputError naming an unknown field or a wrong value.
+    override fields of what it returns. options: what else the command takes, already taken. Raises
+    InputError naming an unknown field or a wrong value.
     """
     arguments = [_underscored(argument) for argument in arguments]
     rest, dials = take(arguments, _DIALS)
@@ -34,7 +38,7 @@ def override(
                 "--model.residual NAME picks a residual connection, and with it its own fields."
             ),
             default=default,
-            args=_check_fields(rest, default),
+            args=_check_fields(rest, default, options),
             config=(tyro.conf.FlagConversionOff,),
             use_underscores=True,
         )
@@ -82,7 +86,7 @@ def take(arguments: Iterable[str], names: Sequence[str]) -> tuple[list[str], dic
     return rest, found
 
 
-def _check_fields(arguments: Iterable[str], default: Config) -> list[str]:
+def _check_fields(arguments: Iterable[str], default: Config, options: Sequence[str]) -> list[str]:
     """The arguments, true, false and none spelt as Python does; InputError for unknown fields."""
     fields = {f"--{n}": v for n, v in flatten(default).items() if n != "model.residual.name"}
     checked, wants_value, text = [], False, False
@@ -90,7 +94,8 @@ def _check_fields(arguments: Iterable[str], default: Config) -> list[str]:
         if _is_flag(argument):
             name, equals, value = argument.partition("=")
             if name not in (*fields, "--help"):
-                raise InputError(f"field {name} is unknown: {suggest(name, [*fields, *_DIALS])}")
+                known = [*fields, *_DIALS, *options]
+                raise InputError(f"field {name} is unknown: {suggest(name, known)}")
             wants_value, text = not equals, isinstance(fields.get(name), str)
         elif wants_value or argument == "-h":
             name, equals, value, wants_value = "", "", argument, False

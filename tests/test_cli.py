@@ -76,6 +76,7 @@ def assert_refused(result, *words):
     [
         (["--train.stepz", "3"], ["--train.stepz", "--train.steps"]),
         (["--model.resdiual", "pre_ln"], ["--model.resdiual", "--model.residual"]),
+        (["--xyzzy", "3"], ["--xyzzy", "no known name"]),
         (["--train.steps", "many"], ["--train.steps", "many", "INT"]),
         (["--model.dtype", "float8"], ["--model.dtype", "float8", "bfloat16"]),
         (["--train.steps"], ["--train.steps"]),

@@ -109,8 +109,7 @@ def mesh_axes(text: str | None, devices: int) -> dict[str, int]:
             )
     if int(axes["data"]) != devices:
         raise InputError(
-            f"mesh is data={axes['data']}, but the topology has {devices} devices: use "
-            f"data={devices}"
+            f"mesh is data={axes['data']}, but the topology has data={devices}: use that"
         )
     return {"data": devices}
 

@@ -115,6 +115,8 @@ def test_a_comparison(capsys, config):
         (["--picture", "plan.xyz"], ["picture", "plan.xyz", ".png"]),
         (["--effort", "O7"], ["effort", "O7", "O0"]),
         (["--json", "no/such/f.json"], ["json", "no/such/f.json"]),
+        (["--topology", ""], ["topology is ''", "v5p:4x4x4"]),
+        (["--topolgy", "cpu"], ["--topology"]),
         (["--topology"], ["--topology needs a value"]),
         (["--topology", "cpu:3"], ["train.batch", "8", "3 devices"]),
         (["--model.shapes", "x"], ["model.shapes", "model.shape"]),
