@@ -13,25 +13,39 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from depthjax.kernels.choice import tpu_interpreter
-from depthjax.kernels.two_phase.tiles import VMEM_BYTES, Tiling, row_tokens
+from depthjax.kernels.two_phase.tiles import LANES, VMEM_BYTES, Tiling, row_tokens
 
 ROWS = 16
 """R: one tile of bf16, two of fp32."""
+MOST_ENTRIES = 8192
+"""Entries of a token, times chunks, that are scheduled together."""
 
 
 def _at(chunk):
     return pl.ds(pl.multiple_of(chunk * ROWS, ROWS), ROWS)
 
 
-def _mine(ref, place):
-    """[R, lanes]: True where a lane is the token of the row; place: the lane of the first."""
-    lane = jax.lax.broadcasted_iota(jnp.int32, (ROWS, ref.shape[1]), 1)
-    return lane == jax.lax.broadcasted_iota(jnp.int32, lane.shape, 0) + place
+def _lanes(place):
+    """The 128 lanes of a [1, lanes] block among which are those of a chunk, and [R, 128] whether a
+    lane is the token of the row; place: the lane of the first."""
+    first = pl.multiple_of(place // LANES * LANES, LANES)
+    lane = jax.lax.broadcasted_iota(jnp.int32, (ROWS, LANES), 1)
+    own = lane == jax.lax.broadcasted_iota(jnp.int32, lane.shape, 0) + (place - first)
+    return pl.ds(first, LANES), own
 
 
 def _column(ref, place):
     """[1, lanes] -> [R, 1]"""
-    return jnp.sum(jnp.where(_mine(ref, place), ref[...], 0.0), axis=1, keepdims=True)
+    lanes, own = _lanes(place)
+    return jnp.sum(jnp.where(own, ref[:, lanes], 0.0), axis=1, keepdims=True)
+
+
+def _set_row(ref, place, column):
+    """The inverse."""
+    lanes, own = _lanes(place)
+    row = jnp.sum(jnp.where(own, column, 0.0), axis=0, keepdims=True)
+    ours = jnp.max(own.astype(jnp.int32), axis=0, keepdims=True) > 0
+    ref[:, lanes] = jnp.where(ours, row, ref[:, lanes])
 
 
 def _mean(x):
@@ -47,7 +61,7 @@ def _read(o, p, direction_ref, lse, scalars_ref):
     return rho, e, w, h, jax.lax.rsqrt(_mean(h * h) + scalars_ref[1])
 
 
-def _over_chunks(tiling, body):
+def _over_chunks(tiling, width, body):
     """body(rows of the blocks, lane of the first of them, mask) for all R tokens of a block; mask:
     zeros in x [R, w] what lies behind the last token."""
     ids = [pl.program_id(axis) for axis in range(3)]
@@ -67,24 +81,26 @@ def _over_chunks(tiling, body):
     @pl.when(start < tiling.tokens)
     def _():
         chunks = tiling.block // ROWS
-        jax.lax.fori_loop(0, chunks, step, None, unroll=min(chunks, 2))
+        together = min(max(MOST_ENTRIES // width, 1), 4, chunks)
+        jax.lax.fori_loop(0, chunks, step, None, unroll=together)
 
 
-def _forward_kernel(fresh_ref, scalars_ref, direction_ref, scale_ref, lse_ref, *refs, tiling):
-    mixture_ref, open_ref, *branch_ref, x_ref, p_ref = refs
+def _forward_kernel(fresh_ref, scalars_ref, *refs, tiling, may_be_fresh):
+    direction_ref, scale_ref, lse_ref, mixture_ref, open_ref, *branch_ref, x_ref, p_ref = refs
 
     def body(rows, place, _):
         p = open_ref[rows, :]
         if branch_ref:
             branch = branch_ref[0][rows, :].astype(jnp.float32)
-            p = jnp.where(fresh_ref[0] > 0, branch, p.astype(jnp.float32) + branch)
+            total = p.astype(jnp.float32) + branch
+            p = jnp.where(fresh_ref[0] > 0, branch, total) if may_be_fresh else total
             p = p.astype(p_ref.dtype)
         p_ref[rows, :] = p
         o, p = mixture_ref[rows, :].astype(jnp.float32), p.astype(jnp.float32)
         *_, h, r = _read(o, p, direction_ref, _column(lse_ref, place), scalars_ref)
         x_ref[rows, :] = (h * r * scale_ref[...]).astype(x_ref.dtype)
 
-    _over_chunks(tiling, body)
+    _over_chunks(tiling, x_ref.shape[1], body)
 
 
 def _backward_kernel(scalars_ref, direction_ref, scale_ref, lse_ref, *refs, tiling):
@@ -104,11 +120,7 @@ def _backward_kernel(scalars_ref, direction_ref, scale_ref, lse_ref, *refs, tili
         radial = pull * (rho * e * (1 / p.shape[1]))
         by_p = load(by_p_ref) + w * by_h + pull * direction_ref[...] - radial * p
         by_sum_ref[rows, :] = by_p.astype(by_sum_ref.dtype)
-        mine = _mine(by_lse_ref, place)
-        row = jnp.sum(jnp.where(mine, -by_e, 0.0), axis=0, keepdims=True)
-        lane = jax.lax.broadcasted_iota(jnp.int32, row.shape, 1)
-        own = (lane >= place) & (lane < place + ROWS)
-        by_lse_ref[...] = jnp.where(own, row, by_lse_ref[...])
+        _set_row(by_lse_ref, place, -by_e)
         for ref, x in zip(sums_refs, (pull * p, mask(by_x * h)), strict=True):
             ref[0] += jnp.sum(x.reshape(ROWS // 8, 8, -1), axis=0)
 
@@ -117,7 +129,7 @@ def _backward_kernel(scalars_ref, direction_ref, scale_ref, lse_ref, *refs, tili
         for ref in sums_refs:
             ref[...] = jnp.zeros_like(ref)
 
-    _over_chunks(tiling, body)
+    _over_chunks(tiling, o_ref.shape[1], body)
 
 
 def _tokens(tiling, width):
@@ -140,9 +152,9 @@ def _small(tiling, direction, norm_scale, scalars, lse):
     return [scalars, *rows, lse[None]], specs
 
 
-def _call(kernel, name, tiling, **options):
+def _call(kernel, name, **options):
     return pl.pallas_call(
-        functools.partial(kernel, tiling=tiling),
+        kernel,
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "arbitrary", "arbitrary"),
             vmem_limit_bytes=VMEM_BYTES,
@@ -179,16 +191,15 @@ def forward(mixture, open_sum, branch, lse, direction, norm_scale, fresh, scalar
         in_specs=[*specs, block, open_block, *[block] * (len(tokens) - 2)],
         out_specs=(block, block),
     )
-    fresh = jnp.asarray(False if fresh is None else fresh, jnp.int32).reshape(1)
     cost = _cost([*small, *tokens], out_shape, 12)
     call = _call(
-        _forward_kernel,
+        functools.partial(_forward_kernel, tiling=tiling, may_be_fresh=fresh is not None),
         "two_phase_2",
-        tiling,
         grid_spec=grid,
         out_shape=out_shape,
         cost_estimate=cost,
     )
+    fresh = jnp.asarray(False if fresh is None else fresh, jnp.int32).reshape(1)
     return call(fresh, *small, *tokens)
 
 
@@ -204,9 +215,8 @@ def backward(mixture, p, by_x, by_p, lse, direction, norm_scale, scalars):
     out_shape = (*by_tokens, jax.ShapeDtypeStruct((1, len(lse)), jnp.float32), sums, sums)
     part = pl.BlockSpec((1, 8, width), lambda *ids: (ids[0], 0, 0))
     call = _call(
-        _backward_kernel,
+        functools.partial(_backward_kernel, tiling=tiling),
         "two_phase_2_backward",
-        tiling,
         grid=tiling.grid,
         in_specs=[*specs, *[block] * 4],
         out_specs=(block, block, specs[-1], part, part),
