@@ -7,6 +7,7 @@ from depthjax.kernels.mixture.one_shot import depth_mix, depth_weights
 from depthjax.kernels.mixture.read import depth_read
 from depthjax.kernels.rms_norm import rms_norm
 from depthjax.kernels.streams.xla import read_streams, stream_products
+from depthjax.kernels.two_phase.api import phase1, phase2
 
 __all__ = [
     "depth_mix",
@@ -15,6 +16,8 @@ __all__ = [
     "gather_rows",
     "layer_norm",
     "mix_rows",
+    "phase1",
+    "phase2",
     "read_streams",
     "rms_norm",
     "stream_products",
