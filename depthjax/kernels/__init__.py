@@ -6,9 +6,12 @@ from depthjax.kernels.mixture.gather import gather_rows, mix_rows
 from depthjax.kernels.mixture.one_shot import depth_mix, depth_weights
 from depthjax.kernels.mixture.read import depth_read
 from depthjax.kernels.rms_norm import rms_norm
-from depthjax.kernels.streams.xla import read_streams, stream_products
+from depthjax.kernels.streams.read import read_streams
+from depthjax.kernels.streams.spelling import beside, repeat
+from depthjax.kernels.streams.xla import stream_products
 
 __all__ = [
+    "beside",
     "depth_mix",
     "depth_read",
     "depth_weights",
@@ -16,6 +19,7 @@ __all__ = [
     "layer_norm",
     "mix_rows",
     "read_streams",
+    "repeat",
     "rms_norm",
     "stream_products",
 ]
