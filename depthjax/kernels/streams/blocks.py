@@ -14,10 +14,11 @@ from jax.experimental.pallas import tpu as pltpu
 LANES = 128
 BLOCK_BYTES = 28 * 2**20
 """Of VMEM that the blocks of tokens x width take, two of each."""
+IN_A_ROW = 2**18
+"""Tokens x width that are spelled out, for the scheduler to fill gaps of one chunk with another."""
 CHUNK = 16
 """Tokens whose sums are formed at a time: as many as rows of a bfloat16 register."""
 PAIRED = 32
-"""Tokens whose products in pairs are formed at a time."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,6 +105,11 @@ class Blocks:
         return [slice(start, start + size) for start in range(0, self.width, size)]
 
     @property
+    def paired(self) -> int:
+        """Tokens whose products in pairs are formed at a time."""
+        return min(PAIRED, self.group)
+
+    @property
     def terms(self) -> int:
         """In which a fp32 number is multiplied with a stream."""
         return 3 if self.dtype == jnp.bfloat16 else 1
@@ -114,15 +120,11 @@ class Blocks:
             return pl.ds(pl.multiple_of(i * self.group, self.group), self.group)
         return pl.ds(pl.multiple_of(i * self.group + start, CHUNK), CHUNK)
 
-    def chunks(self, body: Callable, together: bool = False) -> None:
-        """body(start) for the chunks of a group. together: spelled out, for the matrix unit to work
-        beside them."""
-        starts = range(0, self.group, CHUNK)
-        if together:
-            for start in starts:
-                body(start)
-        else:
-            jax.lax.fori_loop(0, len(starts), lambda k, _: body(k * CHUNK), None)
+    def chunks(self, body: Callable, size: int = CHUNK) -> None:
+        """body(start) for the chunks of a group, of so many tokens, some of them in a row."""
+        count, fitting = self.group // size, max(1, IN_A_ROW // (size * self.width))
+        unroll = min(count, 2 ** int(math.log2(fitting)))
+        jax.lax.fori_loop(0, count, lambda k, _: body(k * size), None, unroll=unroll)
 
     def cost(self, operands, results, passes: int) -> pl.CostEstimate:
         """Every operand and result once. passes: over all pairs of streams."""
@@ -208,35 +210,44 @@ def rows_of(ref, start: int, count: int) -> jax.Array:
     return jnp.stack([ref[:, start + k, :] for k in range(count)])
 
 
-def pairs(b: Blocks, new_ref, old_ref, i) -> list[jax.Array]:
+def pairs(b: Blocks, new_ref, old_ref, scratch, i, beside: Callable) -> list[jax.Array]:
     """For each stream H_j the products G_t . H_j of group i, [m, group], tokens on lanes.
 
     On the matrix unit: those of few tokens with each other, of which the ones of a token with
-    itself are kept.
+    itself are kept. scratch: [., m, few m]; beside: what is done meanwhile for each chunk, of its
+    start.
     """
-    m, size = b.streams, min(PAIRED, b.group)
+    m, size = b.streams, b.paired
     shape = m * size, m * size
     same = jax.lax.broadcasted_iota(jnp.int32, shape, 0) % size
     same = same == jax.lax.broadcasted_iota(jnp.int32, shape, 1) % size
-    found = []
-    for start in range(0, b.group, size):
-        rows = pl.ds(pl.multiple_of(i * b.group + start, size), size)
+
+    def few(first):
+        rows = pl.ds(pl.multiple_of(i * b.group + first, size), size)
         new, old = (ref[:, rows, :].reshape(m * size, b.width) for ref in (new_ref, old_ref))
         product = jnp.where(same, dot(new, old, (1, 1)), 0)
-        found.append(jnp.sum(product.reshape(m, size, m * size), axis=1))
+        scratch[first // size] = jnp.sum(product.reshape(m, size, m * size), axis=1)
+        for start in range(0, size, CHUNK):
+            beside(first + start)
+
+    b.chunks(few, size)
+    found = [scratch[k] for k in range(b.group // size)]
     each = [[x[:, j * size : (j + 1) * size] for x in found] for j in range(m)]
     return [jnp.concatenate(x, axis=1) for x in each]
 
 
-def products(b: Blocks, columns_ref, streams_ref, i) -> list[jax.Array]:
+def products(b: Blocks, columns_ref, streams_ref, i, beside: Callable) -> list[jax.Array]:
     """The products of the streams of group i with their columns, [c, group] each: of every stream,
-    or of all of them together."""
+    or of all of them together; none without columns. beside: see `pairs`."""
     found = []
     for j in range(b.streams):
-        columns = columns_ref[j if b.own_columns else 0]
-        found.append(dot(streams_ref[j, b.rows(i), :], columns, (1, 1)))
-    found = [sum(found)] if b.own_columns else found
-    return [sum(_parts(x.T, b.terms))[: b.columns] for x in found]
+        if b.columns:
+            columns = columns_ref[j if b.own_columns else 0]
+            found.append(dot(columns, streams_ref[j, b.rows(i), :], (1, 1)))
+        for start in range(j * CHUNK, b.group, b.streams * CHUNK):
+            beside(start)
+    found = [sum(found)] if b.columns and b.own_columns else found
+    return [sum(_parts(x, b.terms))[: b.columns] for x in found]
 
 
 def _parts(x: jax.Array, count: int) -> list[jax.Array]:

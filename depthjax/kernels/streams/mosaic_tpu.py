@@ -178,8 +178,7 @@ def _forward_kernel(b, weigh, eps, unflatten, projects, gates_ref, *refs):
             sums = [total([x * x for x in parts]) for parts in wide]
             columns_of[b.rows(0, start), :] = as_columns([s / b.width for s in sums])
 
-        found = products(b, columns_ref, streams_ref, i) if projects else []
-        b.chunks(chunk, together=True)
+        found = products(b, columns_ref, streams_ref, i, beside=chunk)
         small_ref[i, 2 * m : 3 * m, :] = columns_of[...].T[:m]
         for n, one in enumerate(found):
             start = 3 * m + n * b.columns
@@ -256,6 +255,8 @@ def _backward(weigh, eps, gates, columns, scale, streams, small, by_x, by_mixed,
         scratch_shapes=[
             pltpu.VMEM((b.groups, LANES, b.group), jnp.float32),
             pltpu.VMEM((b.group, LANES), jnp.float32),
+            pltpu.VMEM((b.block, width), jnp.float32),
+            pltpu.VMEM((b.group // b.paired, m, m * b.paired), jnp.float32),
             *ByProducts.scratch(b),
         ],
         compiler_params=pltpu.CompilerParams(
@@ -283,7 +284,7 @@ def _backward_kernel(b, weigh, eps, unflatten, projects, gates_ref, *refs):
     scale_ref, small_ref, by_write_ref, *refs = refs[projects:]
     by_x_ref, by_mixed_ref, streams_ref, by_gates_ref, *refs = refs
     by_columns_ref = refs[0] if projects else None
-    by_scale_ref, by_streams_ref, coefficients, columns_of, *scratch = refs[projects:]
+    by_scale_ref, by_streams_ref, coefficients, columns_of, mixture, few, *scratch = refs[projects:]
     by_products = ByProducts(b, *scratch) if projects else None
     m = b.streams
     step = pl.program_id(0) * pl.num_programs(1) + pl.program_id(1)
@@ -306,13 +307,13 @@ def _backward_kernel(b, weigh, eps, unflatten, projects, gates_ref, *refs):
                 u = by_x_ref[rows, lanes].astype(jnp.float32) * scale_ref[:, lanes]
                 old = [_wide(streams_ref, j, rows, lanes) for j in range(m)]
                 z = sum(weights[:, m + j : m + j + 1] * old[j] for j in range(m))
+                mixture[rows, lanes] = z
                 for j in range(m):
                     by_u[j].append(u * old[j])
                     by_z[j].append(z * old[j])
             columns_of[b.rows(0, start), :] = as_columns([total(x) for x in (*by_u, *by_z)])
 
-        found = pairs(b, by_mixed_ref, streams_ref, i)
-        b.chunks(chunk, together=True)
+        found = pairs(b, by_mixed_ref, streams_ref, few, i, beside=chunk)
         coefficients[i] = columns_of[...].T
         for j, one in enumerate(found):
             coefficients[i, (2 + j) * m : (3 + j) * m, :] = one
@@ -339,7 +340,7 @@ def _backward_kernel(b, weigh, eps, unflatten, projects, gates_ref, *refs):
                 c = by_x_ref[rows, lanes].astype(jnp.float32)
                 old = [_wide(streams_ref, j, rows, lanes) for j in range(m)]
                 new = [_wide(by_mixed_ref, t, rows, lanes) for t in range(m)]
-                z = sum(weight(2 + j) * old[j] for j in range(m))
+                z = mixture[rows, lanes]
                 by_scale = b.tokens_of(c * z * weight(0), step, (-1, 0), i * b.group + start)
                 by_scale_ref[:, lanes] += jnp.sum(by_scale.reshape(-1, 8, c.shape[1]), axis=0)
                 by_z = weight(0) * (c * scale_ref[:, lanes]) - weight(1) * z
