@@ -10,7 +10,6 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-
 LANES = 128
 BLOCK_BYTES = 28 * 2**20
 """Of VMEM that the blocks of tokens x width take, two of each."""
@@ -55,7 +54,15 @@ class Blocks:
         names = {"columns": 0} if columns is None else {"columns": columns.shape[-1]}
         own = columns is not None and columns.ndim == 3
         return cls(
-            m, max(tokens, group), width, dtype, group, groups, own_columns=own, gates=gates, **names
+            m,
+            max(tokens, group),
+            width,
+            dtype,
+            group,
+            groups,
+            own_columns=own,
+            gates=gates,
+            **names,
         )
 
     @property

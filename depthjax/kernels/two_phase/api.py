@@ -75,6 +75,7 @@ def phase2(
     key_scale: jax.Array | None = None,
     norm_scale: jax.Array,
     fresh: jax.Array | bool | None = None,
+    place: jax.Array | int | None = None,
     eps: float | jax.Array = 1e-6,
     norm_eps: float | jax.Array = 1e-6,
     implementation: Implementation = None,
@@ -82,7 +83,8 @@ def phase2(
     """(x [..., D], the new open sum p [..., D]) of one sublayer; equations in the package's
     docstring.
 
-    mixture: [..., D] and lse: [...], of phase 1; open_sum: [..., D]; branch: [..., D] is added to
+    mixture: [..., D] and lse: [...], of phase 1; with `place`, all its [S, ..., D] and [S, ...], of
+    which those at this (traced) place are taken. open_sum: [..., D]; branch: [..., D] is added to
     it, or, where the scalar `fresh` is true, replaces it (None: p is open_sum); query, key_scale
     (None: ones), norm_scale: [D]. p is rounded to the dtype of the open sum, and the rounded value
     is what is read; x has the dtype of the mixture, and is rounded once.
@@ -92,11 +94,14 @@ def phase2(
     """
     if branch is None and fresh is not None:
         raise ValueError("fresh says that a branch replaces the open sum, but there is no branch")
+    if place is None:
+        mixture, lse, place = mixture[None], lse[None], 0
     dtypes = (x.dtype for x in (mixture, open_sum, branch) if x is not None)
     form = _form(implementation, all(dtype in _TPU_DTYPES for dtype in dtypes))
     direction = _directions(query, key_scale)
     scalars = eps, norm_eps
-    return _phase2(form, mixture, lse, open_sum, branch, direction, norm_scale, fresh, scalars)
+    small = direction, norm_scale, fresh, scalars
+    return _phase2(form, mixture, lse, place, open_sum, branch, *small)
 
 
 _TPU_DTYPES = jnp.bfloat16, jnp.float32
@@ -176,46 +181,52 @@ def _mosaic_backward1(blocks, directions, lse, by_mixtures, by_lse, count, eps, 
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _phase2(form, mixture, lse, open_sum, branch, direction, norm_scale, fresh, scalars):
-    arguments = mixture, lse, open_sum, branch, direction, norm_scale, fresh, scalars
+def _phase2(form, mixtures, lses, place, open_sum, branch, direction, norm_scale, fresh, scalars):
+    arguments = mixtures, lses, place, open_sum, branch, direction, norm_scale, fresh, scalars
     return _forward2(form, *arguments)[0]
 
 
-def _forward2(form, mixture, lse, open_sum, branch, direction, norm_scale, fresh, scalars):
-    run = _mosaic_forward2 if form == "mosaic_tpu" else xla.forward2
-    small = direction, norm_scale, fresh, scalars
-    x, p = run(mixture, lse, open_sum, branch, *small)
+def _forward2(form, mixtures, lses, place, open_sum, branch, *small):
+    if form == "mosaic_tpu":
+        x, p = _mosaic_forward2(mixtures, lses[place], place, open_sum, branch, *small)
+    else:
+        x, p = xla.forward2(mixtures[place], lses[place], open_sum, branch, *small)
     like = None if branch is None else jnp.zeros((0,), branch.dtype)
-    return (x, p), (mixture, lse, p, *small, like)
+    return (x, p), (mixtures, lses, place, p, *small, like)
 
 
 def _backward2(form, kept, cotangents):
-    mixture, lse, p, direction, norm_scale, fresh, scalars, like = kept
+    mixtures, lses, place, p, direction, norm_scale, fresh, scalars, like = kept
     run = _mosaic_backward2 if form == "mosaic_tpu" else xla.backward2
     by_x, by_p = cotangents
-    grads = run(mixture, lse, p, by_x, by_p, direction, norm_scale, scalars)
+    grads = run(mixtures[place], lses[place], p, by_x, by_p, direction, norm_scale, scalars)
     by_mixture, by_lse, by_p, by_direction, by_scale = grads
     by_branch = None if like is None else by_p.astype(like.dtype)
     by_open = by_p if fresh is None else jnp.where(fresh, 0, by_p)
     by_direction = by_direction.astype(direction.dtype)
     by_scale = by_scale.astype(norm_scale.dtype)
-    return by_mixture, by_lse, by_open, by_branch, by_direction, by_scale, None, None
+    by_mixtures, by_lses = (
+        jnp.zeros_like(all_).at[place].set(one)
+        for all_, one in ((mixtures, by_mixture), (lses, by_lse))
+    )
+    by_tokens = by_mixtures, by_lses, None, by_open, by_branch
+    return *by_tokens, by_direction, by_scale, None, None
 
 
 _phase2.defvjp(_forward2, _backward2)
 
 
-def _mosaic_forward2(mixture, lse, open_sum, branch, direction, norm_scale, fresh, scalars):
+def _mosaic_forward2(mixtures, lse, place, open_sum, branch, *small):
     from depthjax.kernels.two_phase import phase2_tpu
 
-    def local(_, mixture, lse, open_sum, branch, *small):
-        tokens = [None if x is None else _flat(x, 0) for x in (mixture, open_sum, branch)]
-        x, p = phase2_tpu.forward(*tokens, lse.reshape(-1), *small)
-        return x.reshape(mixture.shape), p.reshape(mixture.shape)
+    def local(_, mixtures, lse, open_sum, branch, place, *small):
+        tokens = [None if x is None else _flat(x, 0) for x in (open_sum, branch)]
+        x, p = phase2_tpu.forward(_flat(mixtures, 1), place, *tokens, lse.reshape(-1), *small)
+        return x.reshape(open_sum.shape), p.reshape(open_sum.shape)
 
-    in_axes = (0, 0, 0, 0, None, None, None, None)
-    run = over_batch(local, _batch(mixture, 0), in_axes, (0, 0), kernel=True)
-    return run(mixture, lse, open_sum, branch, direction, norm_scale, fresh, scalars)
+    in_axes = (1, 0, 0, 0, None, None, None, None, None)
+    run = over_batch(local, _batch(open_sum, 0), in_axes, (0, 0), kernel=True)
+    return run(mixtures, lse, open_sum, branch, place, *small)
 
 
 def _mosaic_backward2(mixture, lse, p, by_x, by_p, direction, norm_scale, scalars):

@@ -85,7 +85,7 @@ def _over_chunks(tiling, width, body):
         jax.lax.fori_loop(0, chunks, step, None, unroll=together)
 
 
-def _forward_kernel(fresh_ref, scalars_ref, *refs, tiling, may_be_fresh):
+def _forward_kernel(fresh_ref, _, scalars_ref, *refs, tiling, may_be_fresh):
     direction_ref, scale_ref, lse_ref, mixture_ref, open_ref, *branch_ref, x_ref, p_ref = refs
 
     def body(rows, place, _):
@@ -172,26 +172,35 @@ def _cost(operands, results, factor):
     return pl.CostEstimate(flops=flops, transcendentals=roots, bytes_accessed=moved)
 
 
-def forward(mixture, open_sum, branch, lse, direction, norm_scale, fresh, scalars):
-    """(x, p), both [T, D], of mixture, open_sum, branch (or None) [T, D] and lse [T]; see
-    `phase2`."""
-    tokens = [x for x in (mixture, open_sum, branch) if x is not None]
-    out_shape = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (mixture, open_sum))
-    tiling = _tiling([*tokens, *out_shape])
+def forward(mixtures, place, open_sum, branch, lse, direction, norm_scale, fresh, scalars):
+    """(x, p), both [T, D], of row `place` of mixtures [S, T, D], open_sum, branch (or None) [T, D]
+    and lse [T]; see `phase2`."""
+    tokens = [x for x in (open_sum, branch) if x is not None]
+    mixture, p = (jax.ShapeDtypeStruct(open_sum.shape, x.dtype) for x in (mixtures, open_sum))
+    out_shape = mixture, p
+    tiling = _tiling([mixture, *tokens, *out_shape])
     small, specs = _small(tiling, direction, norm_scale, scalars, lse)
     block = _tokens(tiling, mixture.shape[1])
+
+    def placed(*ids):
+        return ids[4][0], tiling.token_block(*ids[:3]), 0
 
     def stale(*ids):  # an open sum that is replaced stays at its first block
         return jnp.where(ids[3][0] > 0, 0, tiling.token_block(*ids[:3])), 0
 
     open_block = block if fresh is None else pl.BlockSpec(block.block_shape, stale)
     grid = pltpu.PrefetchScalarGridSpec(
-        num_scalar_prefetch=1,
+        num_scalar_prefetch=2,
         grid=tiling.grid,
-        in_specs=[*specs, block, open_block, *[block] * (len(tokens) - 2)],
+        in_specs=[
+            *specs,
+            pl.BlockSpec((None, *block.block_shape), placed),
+            open_block,
+            *[block] * (len(tokens) - 1),
+        ],
         out_specs=(block, block),
     )
-    cost = _cost([*small, *tokens], out_shape, 12)
+    cost = _cost([*small, mixture, *tokens], out_shape, 12)
     call = _call(
         functools.partial(_forward_kernel, tiling=tiling, may_be_fresh=fresh is not None),
         "two_phase_2",
@@ -199,8 +208,10 @@ def forward(mixture, open_sum, branch, lse, direction, norm_scale, fresh, scalar
         out_shape=out_shape,
         cost_estimate=cost,
     )
-    fresh = jnp.asarray(False if fresh is None else fresh, jnp.int32).reshape(1)
-    return call(fresh, *small, *tokens)
+    fresh, place = (
+        jnp.asarray(0 if x is None else x, jnp.int32).reshape(1) for x in (fresh, place)
+    )
+    return call(fresh, place, *small, mixtures, *tokens)
 
 
 def backward(mixture, p, by_x, by_p, lse, direction, norm_scale, scalars):
