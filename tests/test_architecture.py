@@ -31,9 +31,10 @@ MAY_IMPORT = {
     "cli_data": {"overrides", "data", "errors"},
     "cli_convert": {"overrides", "interop", "train", "config", "models", "residuals", "errors"},
     "cli_plan": {"aot", "overrides", "config", "data", "errors"},
+    "cli_generate": {"infer", "overrides", "train", "data", "errors"},
     "cli": {
         *("train", "plan", "config", "overrides", "errors"),
-        *("cli_data", "cli_convert", "cli_plan"),
+        *("cli_data", "cli_convert", "cli_generate", "cli_plan"),
     },
     "__main__": {"cli"},
     "__init__": set(),

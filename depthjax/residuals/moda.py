@@ -10,7 +10,6 @@ from depthjax.residuals.base import Parameter, Residual, empty_history
 from depthjax.residuals.post_ln import PostLN
 from depthjax.residuals.pre_ln import PreLN
 
-
 LANES = 128
 
 
