@@ -55,7 +55,7 @@ def run(arguments: Sequence[str]) -> None:
     ids = (int(row[0]) for row in stream(model, [prompt], steps, sampling, seed))
     print(options["--prompt"], end="", flush=True)
     ids = itertools.takewhile(lambda one: one != tokenizer.eos_id, ids)
-    for piece in _texts(ids, tokenizer.decode):
+    for piece in pieces(ids, tokenizer.decode):
         print(piece, end="", flush=True)
     print()
 
@@ -118,7 +118,7 @@ def _steps(tokens: int | None, prompt: int, context: int) -> int:
     return tokens or min(_DEFAULT_TOKENS, room)
 
 
-def _texts(ids: Iterable[int], decode: Callable[[list[int]], str]) -> Iterator[str]:
+def pieces(ids: Iterable[int], decode: Callable[[list[int]], str]) -> Iterator[str]:
     """What each token adds to the text; a character of several tokens comes with its last one."""
     known, shown = [], ""
     for one in ids:
