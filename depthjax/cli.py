@@ -1,4 +1,4 @@
-"""The command line: `depthjax train | eval | info | plan | convert | data`.
+"""The command line: `depthjax train | eval | generate | info | plan | convert | data`.
 
 Everything heavy is imported inside the command that needs it, and bad input ends every command in
 one way: one sentence on stderr, exit status 2.
@@ -22,6 +22,8 @@ usage: depthjax COMMAND ...
   train CONFIG [--field value ...]   train, or continue the run that is in run.dir
   eval RUN_DIR [--field value ...]   held-out losses of a run's newest checkpoint, or of a model
                                      folder
+  generate RUN_DIR --prompt TEXT ... text continued by a run's newest checkpoint or a model folder;
+                                     --help lists its options
   info [CONFIG] [--field value ...]  shape, parameters, FLOPs, tokens; without CONFIG, all shapes
                                      and residual connections
   plan CONFIG [--topology T] ...     memory, traffic, FLOPs and fit on a pod that is not there;
@@ -46,7 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Runs one command and exits: 0 done, 2 bad input, 1 training diverged, 130 Ctrl-C."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     commands = {"train": _train, "eval": _eval, "info": _info, "plan": _plan}
-    commands |= {"convert": _convert, "data": _data}
+    commands |= {"generate": _generate, "convert": _convert, "data": _data}
     if arguments[:1] == ["train"]:
         # While importing nothing is at stake, and an exception may be lost in a library's callback.
         signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
@@ -126,6 +128,13 @@ def _eval(arguments: Sequence[str]) -> int:
     console = Console(markup=False)
     losses = evaluate_run(config, console.print)
     print_table(f"run {config.run.dir}", losses, console)
+    return 0
+
+
+def _generate(arguments: Sequence[str]) -> int:
+    from depthjax.cli_generate import run
+
+    run(arguments)
     return 0
 
 

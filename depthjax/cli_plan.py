@@ -21,7 +21,8 @@ Compiles the training step of CONFIG for a pod, and counts what it costs a devic
   --mesh data=N   how the devices are divided; training divides the batch alone so far
   --compare A,B   these residual connections, in a table and a picture, against the first
   --prefill T     the forward over one sequence of T tokens a device, in place of training
-  --decode T      not there yet
+  --decode T      one more token behind T tokens of one sequence a device, in place of training;
+                  --decode 16x2048: of 16 sequences a device, 2048 tokens each
   --effort O0     compile fast; good for ratios, not for absolute bytes
   --json FILE     write all figures
   --picture FILE  where the picture of a comparison goes (default plan.png)
@@ -47,12 +48,7 @@ def run(arguments: Sequence[str]) -> None:
     from depthjax.overrides import take
 
     rest, options = take(arguments[1:], _OPTIONS)
-    if options["--decode"] is not None:
-        raise InputError(
-            f"decode is {options['--decode']}, but there is no decoding to compile yet: use "
-            "--prefill, or leave it out for training"
-        )
-    prefill = _tokens(options["--prefill"])
+    inference = _inference(options["--prefill"], options["--decode"])
     topology = options["--topology"]
     wanted = target("cpu" if topology is None else topology)
     axes = mesh_axes(options["--mesh"], wanted.devices)
@@ -60,17 +56,31 @@ def run(arguments: Sequence[str]) -> None:
         _check_file(name, options[name])
     prepare_environment(wanted)
     configs = _configs(arguments[0], rest, options["--compare"])
-    if prefill is None:
+    if inference is None:
         for config in configs:
             config.check_devices(wanted.devices)
-    entries = _entries(configs, wanted, axes, options["--effort"], prefill)
+    entries = _entries(configs, wanted, axes, options["--effort"], inference)
     _show(entries, options)
 
 
-def _tokens(text: str | None) -> int | None:
-    if text is not None and (not re.fullmatch("[0-9]+", text) or not 2 <= int(text) < 2**31):
-        raise InputError(f"prefill is {text!r}: give a number of tokens, at least 2")
-    return None if text is None else int(text)
+def _inference(prefill: str | None, decode: str | None) -> tuple[str, int, int] | None:
+    """(kind, tokens, sequences a device); None: training."""
+    if prefill is not None and decode is not None:
+        raise InputError("prefill and decode are both given: plan one of them at a time")
+    if prefill is not None:
+        if not re.fullmatch("[0-9]+", prefill) or not 2 <= int(prefill) < 2**31:
+            raise InputError(f"prefill is {prefill!r}: give a number of tokens, at least 2")
+        return "prefill", int(prefill), 1
+    if decode is None:
+        return None
+    found = re.fullmatch("(?:([0-9]+)x)?([0-9]+)", decode)
+    rows, tokens = (int(n or 1) for n in found.groups()) if found else (0, 0)
+    if not (1 <= rows < 2**31 and 1 <= tokens < 2**31):
+        raise InputError(
+            f"decode is {decode!r}: give the number of tokens in the cache, such as 2048, or "
+            "16x2048 for 16 sequences a device"
+        )
+    return "decode", tokens, rows
 
 
 def _check_file(name: str, path: str | None) -> None:
@@ -116,10 +126,10 @@ def _configs(path: str, rest: Sequence[str], compare: str | None) -> list[Any]:
     return configs
 
 
-def _entries(configs, wanted, axes, effort: str | None, prefill: int | None) -> list[Any]:
+def _entries(configs, wanted, axes, effort: str | None, inference) -> list[Any]:
     from rich.console import Console
 
-    from depthjax.aot.compile import effort_options, working
+    from depthjax.aot.compile import Inference, effort_options, working
     from depthjax.aot.entry import make_entry
     from depthjax.aot.topology import mesh_of
     from depthjax.data import load_tokenizer
@@ -127,6 +137,7 @@ def _entries(configs, wanted, axes, effort: str | None, prefill: int | None) -> 
     options = effort_options(effort, wanted.platform)
     mesh = mesh_of(wanted, axes)
     progress = Console(file=sys.stderr, markup=False)
+    program = None if inference is None else Inference(*inference)
     entries = []
     for number, config in enumerate(configs, 1):
         vocab = config.model.vocab or load_tokenizer(config.data.tokenizer).vocab_size
@@ -134,7 +145,7 @@ def _entries(configs, wanted, axes, effort: str | None, prefill: int | None) -> 
         text = f"compiling {config.residual.name}, {config.model.shape} for {wanted.name}{count}"
         with working(progress, text):
             entries.append(
-                make_entry(config, vocab, wanted, mesh, options=options, prefill=prefill)
+                make_entry(config, vocab, wanted, mesh, options=options, inference=program)
             )
     return entries
 

@@ -118,6 +118,14 @@ def test_bad_input_to_train(capsys, config, arguments, words):
         (["train", "missing.py"], ["missing.py", "does not exist"]),
         (["eval"], ["run directory"]),
         (["eval", "nothing"], ["nothing"]),
+        (["generate"], ["run directory"]),
+        (["generate", "nothing", "--prompt", "a"], ["nothing", "no run directory"]),
+        (["generate", "nothing"], ["prompt", "missing"]),
+        (["generate", "nothing", "--promt", "a"], ["--promt", "--prompt"]),
+        (["generate", "nothing", "--prompt", "a", "b"], ["'b'", "quotes"]),
+        (["generate", "nothing", "--prompt", "a", "--tokens", "0"], ["tokens is '0'", "whole"]),
+        (["generate", "nothing", "--prompt", "a", "--top_p", "x"], ["top_p is 'x'", "number"]),
+        (["generate", "nothing", "--prompt", "a", "--seed", "-1"], ["seed is '-1'", "at least 0"]),
         (["data"], ["prepare"]),
         (["data", "prepaer"], ["prepaer", "prepare"]),
         (["data", "prepare", "nothing", "--out", "o"], ["nothing"]),
@@ -187,6 +195,29 @@ def test_own_text_from_files_to_a_trained_model(capsys, config):
     assert_refused(unknown, "another config", "model.context: 32 -> 16")
 
 
+def test_text_is_continued(capsys, config):
+    assert run(capsys, "train", config)[0] == 0
+    prompt = ("generate", "run", "--prompt", "Fellow citizens — of")
+    drawn = (*prompt, "--tokens", "12", "--top-k", "50", "--seed", "3")
+    status, out, err = run(capsys, *drawn)
+    assert status == 0, err
+    assert out.startswith("Fellow citizens — of")
+    assert out.endswith("\n")
+    status, out, _ = run(capsys, "generate", "run", "--prompt=", "--tokens=2", "--temperature=0")
+    assert (status, len(out) > 1) == (0, True)
+    assert_refused(run(capsys, *prompt, "--tokens", "40"), "40 more", "32", "--tokens")
+    assert_refused(run(capsys, *prompt, "--tokenizer", "neox"), "neox", "50280", "8192")
+
+
+def test_characters_of_several_tokens_come_whole():
+    from depthjax.cli_generate import pieces
+
+    text = "déjà — 7 €"
+    decode = lambda ids: bytes(ids).decode(errors="replace")  # noqa: E731
+    assert list(pieces(text.encode(), decode)) == [*text, ""]
+    assert list(pieces("é".encode()[:1], decode)) == ["\ufffd"]
+
+
 @pytest.mark.parametrize("damage", ["flipped", "truncated", "missing", "id too large"])
 def test_damaged_shards_are_refused(capsys, config, damage):
     write_texts()
@@ -254,12 +285,19 @@ def test_info(capsys, config):
 
 
 @pytest.mark.parametrize(
-    "arguments", [["--help"], ["train", "--help"], ["eval", "-h"], ["data", "prepare", "--help"]]
+    "arguments",
+    [
+        ["--help"],
+        ["train", "--help"],
+        ["eval", "-h"],
+        ["data", "prepare", "--help"],
+        ["generate", "--help"],
+    ],
 )
 def test_help(capsys, arguments):
     status, out, _ = run(capsys, *arguments)
     assert status == 0
-    assert len(out.splitlines()) > 15
+    assert len(out.splitlines()) > 10
     if arguments[0] in ("train", "eval"):
         assert "--train.peak_lr" in out
         assert "Learning rate at the end of the warmup" in out

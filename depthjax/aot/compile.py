@@ -9,12 +9,15 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from depthjax.aot.topology import Target
 from depthjax.config import Config
 from depthjax.errors import InputError
+from depthjax.infer import Cache, decode_step, empty_cache, in_activation_dtype
 from depthjax.train.step import Program
 
 _EFFORTS = {
@@ -36,6 +39,21 @@ class Compiled:
     """Bytes of temporaries that the compiler asked for, where it gave up."""
 
 
+@dataclasses.dataclass(frozen=True)
+class Inference:
+    """A program other than the training step. kind: "prefill" of sequences of so many tokens, or
+    "decode", one step with so many in the cache. rows: sequences on each device."""
+
+    kind: str
+    tokens: int
+    rows: int = 1
+
+    def __str__(self) -> str:
+        if self.kind == "prefill":
+            return f"prefill of {self.tokens:,} tokens"
+        return f"decode step after {self.tokens:,} tokens"
+
+
 def effort_options(effort: str | None, platform: str) -> dict[str, Any]:
     """Compiler options of `--effort`; InputError where it is unknown."""
     if effort is None:
@@ -45,24 +63,64 @@ def effort_options(effort: str | None, platform: str) -> dict[str, Any]:
     return dict(_EFFORTS[platform][effort])
 
 
+def lower(
+    config: Config, vocab: int, mesh: jax.sharding.Mesh, inference: Inference | None
+) -> jax.stages.Lowered:
+    """The program of an `Inference`; None: the training step."""
+    if inference is None:
+        return lower_training(config, vocab, mesh)
+    lower_one = {"prefill": lower_prefill, "decode": lower_decode}[inference.kind]
+    return lower_one(config, vocab, mesh, inference.tokens, inference.rows)
+
+
 def lower_training(config: Config, vocab: int, mesh: jax.sharding.Mesh) -> jax.stages.Lowered:
     """The optimizer step that `depthjax train` runs."""
     return Program(config, vocab, mesh).lower()
 
 
 def lower_prefill(
-    config: Config, vocab: int, mesh: jax.sharding.Mesh, tokens: int
+    config: Config, vocab: int, mesh: jax.sharding.Mesh, tokens: int, rows: int = 1
 ) -> jax.stages.Lowered:
-    """The forward over one sequence of `tokens` a device, to the logits of the last position."""
+    """The forward over `rows` sequences of `tokens` a device, to the logits behind the last one."""
     program = Program(config, vocab, mesh)
 
     def prefill(params, input_ids):
         model = program.model(params)
         return model.logits(model.features(input_ids)[0][:, -1:])
 
-    ids = jax.ShapeDtypeStruct((mesh.size, tokens), jnp.int32, sharding=program.by_row)
+    ids = jax.ShapeDtypeStruct((rows * mesh.size, tokens), jnp.int32, sharding=program.by_row)
     jitted = jax.jit(program.on_mesh(prefill), out_shardings=program.by_row)
     return jitted.lower(program.abstract_state().params, ids)
+
+
+def lower_decode(
+    config: Config, vocab: int, mesh: jax.sharding.Mesh, tokens: int, rows: int = 1
+) -> jax.stages.Lowered:
+    """One more token for `rows` sequences a device, with a cache of `tokens` slots, written in
+    place; matrices in the dtype of the activations, as `depthjax generate` holds them."""
+    program = Program(config, vocab, mesh)
+
+    def place(shapes, sharding):
+        def one(x, where):
+            return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where)
+
+        if isinstance(sharding, NamedSharding):
+            return jax.tree.map(lambda x: one(x, sharding), shapes)
+        return jax.tree.map(one, shapes, sharding)
+
+    def make(params):
+        model = in_activation_dtype(program.model(params))
+        return model, empty_cache(model, batch, tokens)
+
+    batch, params = rows * mesh.size, program.abstract_state().params
+    model, cache = jax.eval_shape(make, params)
+    by_row, of_layers = program.by_row, NamedSharding(mesh, P(None, *program.by_row.spec))
+    layout = Cache(of_layers, of_layers, by_row, by_row, program.replicated)
+    model, cache = place(model, program.replicated), place(cache, layout)
+    ids = jax.ShapeDtypeStruct((batch,), jnp.int32, sharding=by_row)
+    step = program.on_mesh(decode_step)
+    jitted = jax.jit(step, donate_argnums=2, out_shardings=(by_row, layout))
+    return jitted.lower(model, ids, cache)
 
 
 def compile_lowered(

@@ -8,11 +8,12 @@ from typing import Any
 
 import jax
 
-from depthjax.aot.compile import Compiled, compile_lowered, lower_prefill, lower_training
-from depthjax.aot.knobs import Knob, helpful_knobs
+from depthjax.aot.compile import Compiled, Inference, compile_lowered, lower
+from depthjax.aot.knobs import Knob, helpful_knobs, inference_knobs
 from depthjax.aot.topology import Target
 from depthjax.config import Config
 from depthjax.plan.flops import (
+    decode_flops,
     matmul_flops_per_sequence,
     prefill_flops,
     training_flops_per_token,
@@ -23,7 +24,7 @@ from depthjax.plan.hlo_collectives import Collective, collectives
 from depthjax.plan.hlo_cost import Flops, count_flops, executions
 from depthjax.plan.hlo_traffic import hbm_bytes
 from depthjax.plan.info import parameter_counts
-from depthjax.plan.memory import training_bytes
+from depthjax.plan.memory import cache_bytes, decoding_parameter_bytes, training_bytes
 
 COUNTED = "counted"  # from the executable
 MODEL = "compiler"  # the compiler's own estimate
@@ -32,10 +33,12 @@ FORMULA = "formula"
 GRADES = {
     "parameter_bytes": FORMULA,
     "optimizer_bytes": FORMULA,
+    "cache_bytes": FORMULA,
     "argument_bytes": COUNTED,
     "temp_bytes": COUNTED,
     "peak_bytes": COUNTED,
     "hbm_bytes": COUNTED,
+    "hbm_bytes_per_token": COUNTED,
     "flops_compiled": COUNTED,
     "flops_formula": FORMULA,
     "collective_bytes": COUNTED,
@@ -48,7 +51,7 @@ GRADES = {
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
-    """Figures of one device, bytes and FLOPs of one step (or one prefill); None where the program
+    """Figures of one device, bytes and FLOPs of one run of the program; None where the program
     could not be compiled to the end. Their grades are in `GRADES`."""
 
     variant: str
@@ -56,14 +59,16 @@ class Entry:
     topology: str
     devices: int
     program: str
-    """"training step", or "prefill of T tokens"."""
+    """"training step", "prefill of T tokens", or "decode step after T tokens"."""
     sequences: int
     """Sequences of one step, on all devices together."""
     tokens: int
-    """Of one sequence."""
+    """Of one sequence; of a decode step 1."""
     parameters: int
     parameter_bytes: int
     optimizer_bytes: int
+    cache_bytes: int
+    """Keys and values that a decode step finds; else 0."""
     argument_bytes: int | None
     temp_bytes: int | None
     peak_bytes: int | None
@@ -96,6 +101,13 @@ class Entry:
         return self.seconds[self.binding] if self.binding else None
 
     @property
+    def hbm_bytes_per_token(self) -> float | None:
+        """Of the tokens that one device computes."""
+        if self.hbm_bytes is None:
+            return None
+        return self.hbm_bytes * self.devices / (self.sequences * self.tokens)
+
+    @property
     def missing_bytes(self) -> int:
         """By how much it does not fit; 0 where it does."""
         return 0 if self.fits else max((self.peak_bytes or 0) - self.capacity_bytes, 0)
@@ -103,6 +115,7 @@ class Entry:
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
         derived = {"binding": self.binding, "roofline_s": self.roofline}
+        derived["hbm_bytes_per_token"] = self.hbm_bytes_per_token
         return {**dataclasses.asdict(self), **derived, "missing_bytes": self.missing_bytes}
 
 
@@ -113,22 +126,23 @@ def make_entry(
     mesh: jax.sharding.Mesh,
     *,
     options: dict[str, Any],
-    prefill: int | None = None,
+    inference: Inference | None = None,
 ) -> Entry:
-    """Compiles a config's training step, or its prefill of so many tokens, and counts."""
-    if prefill is None:
-        lowered = lower_training(config, vocab, mesh)
-    else:
-        lowered = lower_prefill(config, vocab, mesh, prefill)
-    compiled = compile_lowered(lowered, target, options)
+    """Compiles a config's training step, or a program of inference in place of it, and counts."""
+    compiled = compile_lowered(lower(config, vocab, mesh, inference), target, options)
     program = compiled.executable and parse(compiled.executable.as_text())
-    work = _Work.of(config, vocab, mesh.size, prefill)
+    work = _Work.of(config, vocab, mesh.size, inference)
     figures = _memory(compiled, target) | _counts(program, dict(mesh.shape))
-    parameters = sum(parameter_counts(config, vocab).values())
+    counts = parameter_counts(config, vocab)
+    parameters = sum(counts.values())
     held = training_bytes(config, vocab, parameters)
+    kept, cache = held.parameters, 0
+    if inference is not None and inference.kind == "decode":
+        kept = decoding_parameter_bytes(config, counts)
+        cache = inference.rows * cache_bytes(config, inference.tokens)
     flops = figures.pop("flops")
     seconds = _seconds(target, flops, figures["hbm_bytes"], figures["collective_bytes"])
-    notes = _notes(target, program, flops, work, config)
+    notes = _notes(target, program, flops, work, config, inference)
     grades = dict(GRADES)
     if flops and flops.kernels:
         grades["flops_compiled"] = f"{COUNTED}, kernels by their own estimate"
@@ -141,19 +155,20 @@ def make_entry(
         shape=config.model.shape,
         topology=target.name,
         devices=mesh.size,
-        program="training step" if prefill is None else f"prefill of {prefill:,} tokens",
+        program="training step" if inference is None else str(inference),
         sequences=work.sequences,
         tokens=work.tokens,
         parameters=parameters,
-        parameter_bytes=held.parameters,
-        optimizer_bytes=held.optimizer if prefill is None else 0,
+        parameter_bytes=kept,
+        optimizer_bytes=held.optimizer if inference is None else 0,
+        cache_bytes=cache,
         flops_compiled=flops and flops.total,
         flops_formula=work.model_flops,
         compile_cpu_s=round(compiled.cpu_seconds, 1),
         seconds=seconds,
         mfu_ceiling=_ceiling(target, work, seconds),
         largest_buffers=largest_buffers(program) if program else [],
-        knobs=_knobs(config, mesh.size, held, figures, prefill),
+        knobs=_knobs(config, mesh.size, held, figures, inference),
         grades=grades,
         notes=notes,
         **figures,
@@ -171,14 +186,18 @@ class _Work:
     """Products of two matrices, with whole attention squares and without rematerialisation."""
 
     @classmethod
-    def of(cls, config: Config, vocab: int, devices: int, prefill: int | None) -> "_Work":
+    def of(cls, config: Config, vocab: int, devices: int, inference: Inference | None) -> "_Work":
         cost = (config.shape, vocab)
-        if prefill is None:
+        if inference is None:
             sequences, tokens = config.train.batch, config.model.context
             model = tokens * training_flops_per_token(*cost, tokens, config.residual)
             executed = matmul_flops_per_sequence(*cost, tokens, config.residual)
+        elif inference.kind == "decode":
+            sequences, tokens = devices * inference.rows, 1
+            model = decode_flops(*cost, inference.tokens, config.residual)
+            executed = model
         else:
-            sequences, tokens = devices, prefill
+            sequences, tokens = devices * inference.rows, inference.tokens
             model = prefill_flops(*cost, tokens, config.residual)
             executed = matmul_flops_per_sequence(*cost, tokens, config.residual) / 3
             executed -= (tokens - 2) * 2 * config.shape.width * vocab
@@ -213,11 +232,13 @@ def _memory(compiled: Compiled, target: Target) -> dict[str, Any]:
     }
 
 
-def _knobs(config, devices: int, held, figures: Mapping[str, Any], prefill: int | None):
+def _knobs(config, devices: int, held, figures: Mapping[str, Any], inference: Inference | None):
     if figures["fits"]:
         return []
     missing = figures["peak_bytes"] - figures["capacity_bytes"]
-    return helpful_knobs(config, devices, held, figures["temp_bytes"], missing, prefill)
+    if inference is None:
+        return helpful_knobs(config, devices, held, figures["temp_bytes"], missing)
+    return inference_knobs(config, held, figures["temp_bytes"], inference)
 
 
 def _capacity(target: Target) -> int:
@@ -262,7 +283,12 @@ def _ceiling(target: Target, work: _Work, seconds: Mapping[str, float]) -> float
 
 
 def _notes(
-    target: Target, program: Module | None, flops: Flops | None, work: _Work, config: Config
+    target: Target,
+    program: Module | None,
+    flops: Flops | None,
+    work: _Work,
+    config: Config,
+    inference: Inference | None,
 ) -> list[str]:
     """What a reader should know of these figures."""
     if program is None or flops is None:
@@ -281,7 +307,13 @@ def _notes(
         kernels = ", ".join(flops.silent_kernels)
         notes.append(f"kernels that state no FLOPs count none: {kernels}")
     ratio = flops.total / work.executed_flops
-    if not 0.5 < ratio < 1.6:  # half: causal kernels; a third more: rematerialisation
+    if inference is not None and inference.kind == "decode":
+        if ratio < 0.9:
+            notes.append(
+                "products of few rows, such as one token's, are compiled as sums, whose FLOPs are "
+                "not counted"
+            )
+    elif not 0.5 < ratio < 1.6:  # half: causal kernels; a third more: rematerialisation
         notes.append(
             f"counted FLOPs are {ratio:.2f} of the formula's: part of the program was misread, and "
             "its bytes may be wrong as well"

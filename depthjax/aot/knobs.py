@@ -2,8 +2,9 @@
 
 import dataclasses
 
+from depthjax.aot.compile import Inference
 from depthjax.config import Config
-from depthjax.plan.memory import TrainingBytes
+from depthjax.plan.memory import TrainingBytes, cache_bytes
 
 # Fields of the config that a knob stands for, in one place: they are looked up by these names.
 REMAT, ACCUMULATE = "model.remat", "train.accumulate"
@@ -26,16 +27,11 @@ def helpful_knobs(
     held: TrainingBytes,
     temp_bytes: int,
     missing: int,
-    prefill: int | None = None,
     count: int = 2,
 ) -> list[Knob]:
     """The `count` changes that would save most of a program with so many bytes of temporaries, of
     which `missing` do not fit. What would train another model comes in only where nothing else is
     left."""
-    if prefill is not None:
-        knobs = [Knob(f"--prefill {prefill // 2}", temp_bytes // 2)]
-        knobs += _narrower(config, held.parameters)
-        return _best(knobs, count)
     train, activations = config.train, max(temp_bytes - held.gradient, 0)
     rows = train.batch // train.accumulate // devices
     # Accumulation adds up gradients in fp32, in an array of its own.
@@ -62,6 +58,21 @@ def helpful_knobs(
     if rows == 1:
         knobs.append(Knob(f"--{CONTEXT} {config.model.context // 2}", activations // 2))
     return _best(knobs, count)
+
+
+def inference_knobs(
+    config: Config, held: TrainingBytes, temp_bytes: int, inference: Inference
+) -> list[Knob]:
+    """The same for a prefill or a decode step."""
+    tokens, rows = inference.tokens, inference.rows
+    if inference.kind == "prefill":
+        shorter = Knob(f"--prefill {tokens // 2}", temp_bytes // 2)
+        return _best([shorter, *_narrower(config, held.parameters)], 2)
+    half = rows * cache_bytes(config, tokens) // 2
+    knobs = [Knob(f"--decode {rows}x{tokens // 2}", half)]
+    if rows > 1:
+        knobs.append(Knob(f"--decode {rows // 2}x{tokens}", half))
+    return knobs
 
 
 def _divisors(rows: int) -> list[int]:

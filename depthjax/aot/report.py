@@ -64,6 +64,8 @@ def rows(entry: Entry) -> list[tuple[str, str, str]]:
     ]
     if entry.optimizer_bytes:
         found.append(("optimizer", gib(entry.optimizer_bytes), "optimizer_bytes"))
+    if entry.cache_bytes:
+        found.append(("keys and values", gib(entry.cache_bytes), "cache_bytes"))
     found += [
         ("arguments in all", gib(entry.argument_bytes), "argument_bytes"),
         ("activations, temporaries", gib(entry.temp_bytes), "temp_bytes"),
@@ -73,6 +75,9 @@ def rows(entry: Entry) -> list[tuple[str, str, str]]:
         ("FLOPs, as compiled", big(entry.flops_compiled, "FLOP"), "flops_compiled"),
         ("HBM traffic", big(entry.hbm_bytes, "B"), "hbm_bytes"),
     ]
+    if entry.cache_bytes:
+        moved = big(entry.hbm_bytes_per_token, "B")
+        found.append(("HBM traffic a token", moved, "hbm_bytes_per_token"))
     for collective in entry.collectives:
         name = f"{collective.kind} over {collective.axes}"
         sent = f"{collective.count:,.0f} times, {big(collective.sent, 'B')} sent"

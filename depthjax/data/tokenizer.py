@@ -54,6 +54,11 @@ class Tokenizer:
             documents.append(np.array(ids, np.int32))
         return documents
 
+    def encode(self, text: str) -> list[int]:
+        """Return the ids that a document which begins with `text` begins with."""
+        ids = self.encode_documents([text])[0].tolist()
+        return ids[:-1]
+
     def decode(self, ids: Iterable[int]) -> str:
         """Return the text of `ids`, special tokens included."""
         return self.backend.decode([int(i) for i in ids], skip_special_tokens=False)

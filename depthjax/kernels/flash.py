@@ -69,21 +69,32 @@ def _logits(query, key, block, wide):
     return jnp.where(seen, logits * query.shape[-1] ** -0.5, -jnp.inf)
 
 
+def absorb(carry: tuple, logits: jax.Array, value: jax.Array) -> tuple:
+    """Takes more keys into a softmax that goes through them in pieces.
+
+    carry: (largest logit so far [B, K, G, T], sum of the weights relative to it, weighted sum of
+    the values [..., E]); logits: [B, K, G, T, S]; value: [B, S, K, E].
+    """
+    most, total, mixed = carry
+    new = jnp.maximum(most, logits.max(-1))
+    weights, old = jnp.exp(logits - new[..., None]), jnp.exp(most - new)
+    total = total * old + weights.sum(-1)
+    product = jnp.einsum(
+        "bkgts,bske->bkgte",
+        weights.astype(value.dtype),
+        value,
+        preferred_element_type=logits.dtype,
+    )
+    return new, total, mixed * old[..., None] + product
+
+
 def _xla_forward(query, key, value):
     wide = jnp.promote_types(query.dtype, jnp.float32)
     grouped = _grouped(query, key.shape[2])
 
     def step(carry, inputs):
-        most, total, mixed = carry  # the running maximum, and sums relative to it
         key, value, block = inputs
-        logits = _logits(grouped, key, block, wide)
-        new = jnp.maximum(most, logits.max(-1))
-        weights, old = jnp.exp(logits - new[..., None]), jnp.exp(most - new)
-        total = total * old + weights.sum(-1)
-        product = jnp.einsum(
-            "bkgts,bske->bkgte", weights.astype(value.dtype), value, preferred_element_type=wide
-        )
-        return (new, total, mixed * old[..., None] + product), None
+        return absorb(carry, _logits(grouped, key, block, wide), value), None
 
     keys, values = _blocks(key), _blocks(value)
     zero = jnp.zeros_like(jnp.moveaxis(grouped, 1, 3), dtype=wide)  # [B, K, G, T, E]

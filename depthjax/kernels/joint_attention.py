@@ -29,13 +29,26 @@ def joint_attention(
     implementation: as there.
     """
     mixed, lse = flash_attention(query, key, value, implementation)
+    return join_depth(query, mixed, lse, depth_key, depth_value, count)
+
+
+def join_depth(
+    query: jax.Array,
+    mixed: jax.Array,
+    lse: jax.Array,
+    depth_key: jax.Array,
+    depth_value: jax.Array,
+    count: jax.Array | int,
+) -> jax.Array:
+    """The second half of `joint_attention`, from what attention to the sequence gave: its mixture
+    [B, T, H, E] and its log-sum-exp [B, T, H], in the dtype that the softmax is in."""
     wide, size = lse.dtype, query.shape[-1]
     live = jnp.arange(len(depth_key)) < count
 
     def alive(depth):  # [N, B, T, K, 1, E]; sums over it fuse, products of matrices would copy it
         return jnp.where(live[:, None, None, None, None], depth, 0)[..., None, :].astype(wide)
 
-    grouped = query.reshape(*key.shape[:3], -1, size).astype(wide)  # G heads share a key
+    grouped = query.reshape(*depth_key.shape[1:4], -1, size).astype(wide)  # G heads share a key
     logits = jnp.sum(alive(depth_key) * grouped, -1) * size**-0.5  # [N, B, T, K, G]
     logits = jnp.where(live[:, None, None, None, None], logits, -jnp.inf)
     of_sequence = lse.reshape(1, *grouped.shape[:-1])

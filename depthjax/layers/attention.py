@@ -1,6 +1,6 @@
 """Causal multi-head and grouped-query self-attention with rotary positions."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -8,8 +8,9 @@ from flax import nnx
 
 from depthjax.kernels import splash
 from depthjax.kernels.flash import flash_attention
-from depthjax.kernels.joint_attention import joint_attention
+from depthjax.kernels.joint_attention import join_depth, joint_attention
 from depthjax.kernels.over_mesh import platform
+from depthjax.kernels.past_attention import past_attention
 from depthjax.layers.init import truncated_normal
 from depthjax.layers.rope import rope
 
@@ -33,11 +34,28 @@ def causal_attention(
     [B, T, K, E] -> [B, T, H, E]; implementation as in `Attention`."""
     if implementation is None:
         implementation = _implementation(query.dtype, query.shape[1], query.shape[-1])
+    if query.dtype == jnp.float64:  # whose logits JAX's own attention rounds to fp32
+        return flash_attention(query, key, value, "xla")[0]
     if implementation == "splash":
         return flash_attention(query, key, value, "splash")[0]
     return jax.nn.dot_product_attention(
         query, key, value, is_causal=True, implementation=implementation
     )
+
+
+class Cache(NamedTuple):
+    """What attention remembers of tokens that are over, in slots of which any may be empty."""
+
+    key: jax.Array
+    """[B, S, K, E], rotated; of a stack of layers [L, B, S, K, E]."""
+    value: jax.Array
+    """As the keys."""
+    live: jax.Array
+    """bool [B, S]: which slots hold a token."""
+    length: jax.Array
+    """int32 [B]: tokens so far, which is the position of the next one."""
+    used: jax.Array
+    """int32 []: the slots from here on are empty in all rows."""
 
 
 class Attention(nnx.Module):
@@ -77,24 +95,30 @@ class Attention(nnx.Module):
         self.out = matrix(heads, head_dim, width)
         self.rope_theta, self.implementation = rope_theta, implementation
 
-    def __call__(self, x: jax.Array, ctx=None):
+    def __call__(self, x: jax.Array, ctx=None, past: Cache | None = None):
         """x: [B, T, D]. Returns (y [B, T, D], aux = (key, value) before rotation [B, T, K, E]).
 
         ctx: for residual connections whose attention reads over depth as well, (keys [N, B, T, K,
         E] without rotation, values alike, count): the first `count` of the N entries of a token
-        join the sequence in its softmax.
+        join the sequence in its softmax. past: of tokens before those of x, which see them all.
         """
 
         def project(matrix: nnx.Param) -> jax.Array:
             return jnp.einsum("btd,dhe->bthe", x, matrix[...].astype(x.dtype))
 
         query, key, value = project(self.query), project(self.key), project(self.value)
-        rotated = rope(query, self.rope_theta), rope(key, self.rope_theta)
-        if ctx is None:
-            mixed = causal_attention(*rotated, value, self.implementation)
+        start = None if past is None else past.length
+        query, rotated = (rope(x, self.rope_theta, start) for x in (query, key))
+        if ctx is None and past is None:
+            mixed = causal_attention(query, rotated, value, self.implementation)
         else:
             name = self.implementation or _implementation(x.dtype, *query.shape[1::2])
             name = "xla" if name == "cudnn" else name  # which keeps its log-sum-exp to itself
-            mixed = joint_attention(*rotated, value, *ctx, implementation=name)
+            if past is None:
+                mixed = joint_attention(query, rotated, value, *ctx, implementation=name)
+            else:
+                before = past.key, past.value, past.live, past.used
+                mixed, lse = past_attention(query, rotated, value, before, implementation=name)
+                mixed = mixed if ctx is None else join_depth(query, mixed, lse, *ctx)
         y = jnp.einsum("bthe,hed->btd", mixed, self.out[...].astype(x.dtype))
         return y, (key, value)

@@ -23,50 +23,58 @@ def run_depth(
     unroll: bool = False,
     skip: jax.Array | int | None = None,
     meters: jax.Array | None = None,
-) -> tuple[jax.Array, Any]:
-    """From the embedding [..., D] to what the head reads [..., D], and what was observed.
+    auxiliary: bool = False,
+) -> tuple[jax.Array, Any, Any]:
+    """From the embedding [..., D] to what the head reads [..., D], what was observed, and what the
+    branches left.
 
     residual_params: {"attention", "mlp"} of arrays [L, ...], and {"final"}; branch_params: one
     pytree of arrays [L, ...] a kind. remat: what the backward pass recomputes. unroll: a Python
     loop over layers instead of a scan, differentiated plainly. skip: leave out this layer (may be
     traced; differentiated plainly). meters: [L, 2] zeros, whose gradient is the sum of squares of
     the gradient at each branch output. Observed: (of the 2 L sublayers, stacked [2 L, ...]; of the
-    final read, s = None); None without an observer; no gradient comes from it.
+    final read, s = None); None without an observer; no gradient comes from it. Left: where
+    `auxiliary` asks for it (differentiated plainly), the aux of the branches, (of attention, of the
+    MLP), stacked [L, ...]; else None.
     """
     rule, final = sublayers.rule, residual_params["final"]
     params = LayerParams({k: residual_params[k] for k in KINDS}, branch_params, meters)
-    plain = unroll or skip is not None
+    plain = unroll or skip is not None or auxiliary
     pull = None if plain else rule.pull()
     if pull is not None:
         features, seen = scan_by_pull(sublayers, pull, params, final, embedding, remat)
-        return features, jax.lax.stop_gradient(seen)
-    state = rule.begin(embedding, layers)
+        return features, jax.lax.stop_gradient(seen), None
+    state, left = rule.begin(embedding, layers), None
     if plain:
-        state, seen = _loop(sublayers, params, state, layers, unroll, skip)
+        state, seen, left = _loop(sublayers, params, state, layers, unroll, skip)
     else:
         state, seen = scan_layers(sublayers, params, state, 0, remat)
     if sublayers.observer is not None:
         seen = seen, sublayers.observer(rule, final, *state, None)
-    return rule.finish(final, *state), jax.lax.stop_gradient(seen)
+    left = left if auxiliary else None
+    return rule.finish(final, *state), jax.lax.stop_gradient(seen), left
 
 
 def _loop(sublayers: Sublayers, params: LayerParams, state, layers: int, unroll: bool, skip):
-    """(state, observed) behind all layers, as JAX itself differentiates them."""
+    """(state, observed, left) behind all layers, as JAX itself differentiates them."""
 
     def layer(state, inputs):
         index, params = inputs
-        after, seen = sublayers.layer(params, state, index)
+        after, seen, left = sublayers.layer(params, state, index)
         if skip is not None:
             skipped = sublayers.rule.skip(state, after, 2 * index)
             after = jax.tree.map(lambda a, b: jnp.where(index == skip, a, b), skipped, after)
-        return after, seen
+        return after, (seen, left)
 
     inputs = (jnp.arange(layers, dtype=jnp.int32), params)
     if not unroll:
-        state, seen = jax.lax.scan(layer, state, inputs)
-        return state, jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), seen)
-    observed = []
+        state, (seen, left) = jax.lax.scan(layer, state, inputs)
+        return state, jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), seen), left
+    observed, lefts = [], []
     for index in range(layers):
-        state, seen = layer(state, (index, jax.tree.map(lambda leaf: leaf[index], params)))  # noqa: B023
+        own = jax.tree.map(lambda leaf: leaf[index], params)  # noqa: B023
+        state, (seen, left) = layer(state, (index, own))
         observed.append(seen)
-    return state, jax.tree.map(lambda *all_layers: jnp.concatenate(all_layers), *observed)
+        lefts.append(left)
+    seen = jax.tree.map(lambda *all_layers: jnp.concatenate(all_layers), *observed)
+    return state, seen, jax.tree.map(lambda *all_layers: jnp.stack(all_layers), *lefts)

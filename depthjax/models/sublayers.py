@@ -70,23 +70,25 @@ class Sublayers:
             return None
         return self.observer(self.rule, params.residual[KINDS[kind]], carry, history, s)
 
-    def sublayer(self, kind: int, params: LayerParams, state: State, s) -> State:
-        """The state after sublayer s."""
+    def sublayer(self, kind: int, params: LayerParams, state: State, s) -> tuple[State, Any]:
+        """The state after sublayer s, and the aux of its branch."""
         x, ctx, carry, history = self.read(kind, params, *state, s)
         y, aux = self.branch(kind, params, x, ctx)
         # What reads the history comes before the row that is put into it, or it would be copied.
         y, history = jax.lax.optimization_barrier((y, history))
         carry, appended = self.write(kind, params, carry, y, aux, s)
-        return carry, append(history, appended)
+        return (carry, append(history, appended)), aux
 
-    def layer(self, params: LayerParams, state: State, index) -> tuple[State, Any]:
-        """The state after layer `index`, and what was observed of its two sublayers, [2, ...]."""
-        seen = []
+    def layer(self, params: LayerParams, state: State, index) -> tuple[State, Any, tuple]:
+        """The state after layer `index`, what was observed of its two sublayers, [2, ...], and the
+        aux of its two branches."""
+        seen, left = [], []
         for kind in (ATTENTION, MLP):
             s = 2 * index + kind
             seen.append(self.observe(kind, params, *state, s))
-            state = self.sublayer(kind, params, state, s)
-        return state, jax.tree.map(lambda *both: jnp.stack(both), *seen)
+            state, aux = self.sublayer(kind, params, state, s)
+            left.append(aux)
+        return state, jax.tree.map(lambda *both: jnp.stack(both), *seen), tuple(left)
 
 
 def differentiable(tree: Any) -> Any:

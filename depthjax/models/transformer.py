@@ -1,18 +1,19 @@
 """The decoder-only LLaMA backbone of DepthBench, under any residual connection."""
 
+import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from depthjax.layers import Attention, SwiGLU, stack
+from depthjax.layers import Attention, Cache, SwiGLU, rope, stack
 from depthjax.layers.init import truncated_normal
 from depthjax.models.depth import run_depth
 from depthjax.models.keep import KEEP_ALL, Remat
 from depthjax.models.shapes import Shape
 from depthjax.models.sublayers import Observer, Sublayers
-from depthjax.residuals import Residual, ResidualModule, swap_rows
+from depthjax.residuals import ATTENTION, Residual, ResidualModule, swap_rows
 
 
 class Transformer(nnx.Module):
@@ -101,17 +102,51 @@ class Transformer(nnx.Module):
             return lambda state, x, ctx: nnx.merge(graph, state)(x, ctx)
 
         branches = (branch(graphs[0]), branch(graphs[1]))
-        return run_depth(
+        features, seen, _ = run_depth(
             Sublayers(rule, branches, observer),
             params,
             branch_params,
-            self.embedding[...].astype(self.dtype)[input_ids],
+            self._embedded(input_ids),
             layers=self.shape.layers,
             remat=self.remat,
             unroll=self.unroll,
             skip=skip,
             meters=meters,
         )
+        return features, seen
+
+    def advance(
+        self, input_ids: jax.Array, past: Cache | None = None
+    ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+        """(features [B, T, D], (keys, values) [L, B, T, K, E]) of tokens [B, T] that follow those
+        in `past` (of all layers; None: there are none). The keys are rotated, as a cache has them.
+
+        Nothing else is kept of a token: its depth state lives and dies with it.
+        """
+        (attention, of_attention), (mlp, of_mlp) = nnx.split(self.attention), nnx.split(self.mlp)
+
+        def attend(inputs, x, ctx):
+            state, before = inputs
+            before = before and past._replace(key=before[0], value=before[1])
+            return nnx.merge(attention, state)(x, ctx, before)
+
+        branches = attend, lambda state, x, ctx: nnx.merge(mlp, state)(x, ctx)
+        features, _, left = run_depth(
+            Sublayers(self.residual.rule, branches),
+            self.residual.layered(),
+            ((of_attention, past and (past.key, past.value)), of_mlp),
+            self._embedded(input_ids),
+            layers=self.shape.layers,
+            unroll=self.unroll,
+            auxiliary=True,
+        )
+        keys, values = left[ATTENTION]
+        start = None if past is None else past.length
+        rotate = functools.partial(rope, theta=self.attention.rope_theta, start=start)
+        return features, (jax.vmap(rotate)(keys), values)
+
+    def _embedded(self, input_ids: jax.Array) -> jax.Array:
+        return self.embedding[...].astype(self.dtype)[input_ids]
 
     def logits(self, features: jax.Array) -> jax.Array:
         """fp32 [B, T, V] from features [B, T, D]."""

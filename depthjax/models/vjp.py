@@ -135,7 +135,7 @@ def _forward(sublayers: Sublayers, remat: Remat, params: LayerParams, state: Sta
             kept.append(_Kept(before, pullbacks))
             state = carry, append(state[1], appended)
         else:
-            state = sublayers.sublayer(kind, params, state, s)
+            state, _ = sublayers.sublayer(kind, params, state, s)
             kept.append(_Kept(before) if kind == ATTENTION or remat.policy == "sublayer" else None)
     return state, tuple(kept), jax.tree.map(lambda *both: jnp.stack(both), *seen)
 

@@ -35,6 +35,11 @@ def prefill_flops(
     return tokens * (_branches(shape, tokens, causal=True) + extra) + head
 
 
+def decode_flops(shape: Shape, vocab: int, tokens: int, residual: Residual) -> int:
+    """Forward FLOPs of one more token behind `tokens`, all of which it sees, with its logits."""
+    return forward_flops_per_token(shape, vocab, tokens, residual, causal=False)
+
+
 def matmul_flops_per_sequence(shape: Shape, vocab: int, tokens: int, residual: Residual) -> int:
     """Products of two matrices in one training step that keeps its branches, of one sequence of
     `tokens`: what a compiled program with attention over the whole T x T square executes."""

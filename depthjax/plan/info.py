@@ -14,7 +14,7 @@ from depthjax.config import Config, build_model
 from depthjax.data import load_tokenizer
 from depthjax.models import SHAPES, Shape
 from depthjax.plan.flops import forward_flops_per_token, prefill_flops, training_flops_per_token
-from depthjax.plan.memory import key_value_bytes, training_bytes
+from depthjax.plan.memory import cache_bytes, training_bytes
 from depthjax.residuals import REGISTRY, Residual
 
 
@@ -33,7 +33,7 @@ def describe(config: Config) -> dict[str, Any]:
     cost = (shape, vocab, model.context, residual)
     held = training_bytes(config, vocab, sum(counts.values()))
     dtype = jnp.dtype(model.dtype)
-    cache = key_value_bytes(shape, model.context, dtype.itemsize, residual)
+    cache = cache_bytes(config, model.context)
     return {
         "shape": model.shape,
         "layers": shape.layers,

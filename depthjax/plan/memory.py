@@ -1,6 +1,7 @@
 """Bytes of the model and of its states, by formula."""
 
 import dataclasses
+from collections.abc import Mapping
 
 import jax.numpy as jnp
 
@@ -14,6 +15,20 @@ def key_value_bytes(shape: Shape, tokens: int, itemsize: int, residual: Residual
     appendix D), and what the residual connection keeps beside them."""
     elements = 2 * shape.layers * shape.kv_heads * shape.head_dim
     return tokens * itemsize * (elements + residual.kept_per_token(shape.layers, shape.width))
+
+
+def cache_bytes(config: Config, tokens: int) -> int:
+    """`key_value_bytes` of a config, in the dtype of its activations."""
+    itemsize = jnp.dtype(config.model.dtype).itemsize
+    return key_value_bytes(config.shape, tokens, itemsize, config.residual)
+
+
+def decoding_parameter_bytes(config: Config, counts: Mapping[str, int]) -> int:
+    """Of parameters, counted by part, as decoding holds them: matrices in the dtype of the
+    activations, what belongs to the residual connection as it was trained."""
+    residual = counts["residual"]
+    matrices = (sum(counts.values()) - residual) * jnp.dtype(config.model.dtype).itemsize
+    return matrices + residual * jnp.dtype(config.model.param_dtype).itemsize
 
 
 @dataclasses.dataclass(frozen=True)

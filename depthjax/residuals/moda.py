@@ -10,6 +10,8 @@ from depthjax.residuals.base import Parameter, Residual, empty_history
 from depthjax.residuals.post_ln import PostLN
 from depthjax.residuals.pre_ln import PreLN
 
+LANES = 128
+
 
 @jax.custom_vjp
 def tokens_minor(cache: jax.Array) -> jax.Array:
@@ -80,7 +82,8 @@ class MoDA(Residual):
     def read(self, params, carry, history, s):
         x, _, stream, _ = self.plain.read(params, carry["stream"], {}, s)
         if "kv_proj" not in params:  # attention
-            history = jax.tree.map(tokens_minor, history)
+            if x.shape[-2] >= LANES:  # fewer tokens, as when decoding, would be padded themselves
+                history = jax.tree.map(tokens_minor, history)
             return x, (history["key"], history["value"], s), {**carry, "stream": stream}, history
         projection = params["kv_proj"].astype(x.dtype)
         key, value = jnp.moveaxis(jnp.einsum("...d,dpke->...pke", x, projection), -3, 0)

@@ -10,7 +10,7 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from depthjax.aot.compile import compile_lowered, effort_options
+from depthjax.aot.compile import Inference, compile_lowered, effort_options
 from depthjax.aot.entry import make_entry
 from depthjax.aot.topology import mesh_of, prepare_environment, target
 from depthjax.config import Config, ModelConfig, TrainConfig, load_config
@@ -139,3 +139,33 @@ def test_the_deepest_plan_takes_under_four_minutes():
     entry = plan(config, "v5p:4x4x4", effort=None)
     assert entry.compile_cpu_s < 240
     assert entry.notes == []
+
+
+def test_decoding_costs_what_weights_and_cache_do():
+    """On v6e: each matrix and the keys and values are read once, the cache is written in place,
+    and Attention Residuals add less than 2 % of bytes (arXiv 2603.15031: of latency)."""
+    found, mesh = described("v6e:1x1")
+    entries = []
+    for name in ("pre_ln", "block_attnres"):
+        config = load_config(STUDY, "400m-L32", name).check()
+        step = Inference("decode", 2048)
+        entries.append(make_entry(config, VOCAB, found, mesh, options={}, inference=step))
+    plain, mixed = entries
+    # Each row of the embedding is read where it is needed; XLA may fetch the table all the same.
+    table = 2 * VOCAB * config.shape.width
+    least = plain.parameter_bytes - table + plain.cache_bytes
+    assert least <= plain.hbm_bytes <= 1.03 * least + 2 * table
+    assert max(entry.temp_bytes for entry in entries) < plain.cache_bytes / 32 / 4
+    assert mixed.hbm_bytes <= 1.02 * plain.hbm_bytes
+
+
+def test_decoding_compiles_for_every_variant():
+    found, mesh = described("v5e:1x1")
+    for name in REGISTRY:
+        config = small(residual=REGISTRY[name](), vocab=4096).check()
+        step = Inference("decode", 1024, rows=4)
+        options = effort_options("O0", "tpu")
+        entry = make_entry(config, 4096, found, mesh, options=options, inference=step)
+        assert entry.fits, name
+        assert entry.temp_bytes < entry.cache_bytes / 2, name
+        assert entry.hbm_bytes < 2.5 * (entry.parameter_bytes + entry.cache_bytes), name

@@ -13,10 +13,13 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from depthjax.kernels import flash
+from depthjax.kernels import past_attention as past
 from depthjax.kernels.flash import flash_attention
 from depthjax.kernels.joint_attention import joint_attention
+from depthjax.kernels.past_attention import past_attention
 from depthjax.layers import Attention
 from depthjax.layers.attention import causal_attention
+from depthjax.layers.rope import rope
 
 pytestmark = pytest.mark.jax_version
 
@@ -208,3 +211,34 @@ def test_the_platform_of_the_mesh_decides(length, kernels):
     text = lowered.compile({"xla_optimization_level": "EFFORT_O0"}).as_text()
     assert text.count('custom_call_target="tpu_custom_call"') == (2 if kernels else 0)
     assert "all-gather" not in text
+
+
+@pytest.mark.parametrize("slots", [5, 8, 11])
+def test_tokens_that_follow_others_in_float64(monkeypatch, slots):
+    """The second part of a sequence, the first out of a cache with empty slots between; slots that
+    no block divides included, and blocks that are empty."""
+    monkeypatch.setattr(past, "BLOCK", 4)
+    with jax.enable_x64(True):
+        query, key, value, *_ = problem(length=9, dtype=jnp.float64)
+        expected = naive(query, key, value)
+        for new in (4, 1):
+            live = np.zeros((2, slots), bool)
+            first = [np.full((2, slots, *x.shape[2:]), 1e3) for x in (key, value)]
+            old = 4 if new == 4 else 3
+            live[:, [0, 1, 2, 4][:old]] = True
+            for buffer, x in zip(first, (key, value), strict=True):
+                buffer[live] = x[:, :old].reshape(-1, *x.shape[2:])
+            cache = *map(jnp.asarray, first), jnp.asarray(live), jnp.int32(5)
+            arrays = [x[:, old : old + new] for x in (query, key, value)]
+            actual = jax.jit(past_attention)(*arrays, cache)
+            assert_close(actual, tuple(x[:, old : old + new] for x in expected), 1e-14)
+
+
+def test_positions_start_where_each_row_is():
+    x = jax.random.normal(jax.random.key(0), (2, 9, 3, 8))
+    later = rope(x[:, 4:7], start=jnp.array([4, 4]))
+    np.testing.assert_allclose(later, rope(x)[:, 4:7], rtol=0, atol=1e-6)
+    shifted = rope(x[:, :3], start=jnp.array([0, 2]))
+    np.testing.assert_allclose(shifted[0], rope(x)[0, :3], rtol=0, atol=1e-6)
+    moved = rope(jnp.pad(x, ((0, 0), (2, 0), (0, 0), (0, 0))))[1, 2:5]
+    np.testing.assert_allclose(shifted[1], moved, rtol=0, atol=1e-6)

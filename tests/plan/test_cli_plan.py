@@ -95,6 +95,25 @@ def test_a_comparison(capsys, config):
     assert entries[0]["flops_compiled"] == 128 * (products + attention) + 2 * 32 * 300
 
 
+@pytest.mark.jax_version
+def test_a_decode_step(capsys, config):
+    """Of two sequences a device, whose cache is written in place."""
+    arguments = ("--decode", "2x4096", "--topology", "cpu:2", "--json", "f.json", "--effort", "O0")
+    status, out, err = run(capsys, config, *arguments)
+    assert status == 0, err
+    for text in ("decode step after 4,096 tokens", "keys and values", "HBM traffic a token"):
+        assert text in out
+    (entry,) = json.loads(pathlib.Path("f.json").read_text())["entries"]
+    cache = 2 * 2 * 2 * 4096 * 32 * 4
+    assert (entry["sequences"], entry["tokens"], entry["cache_bytes"]) == (4, 1, cache)
+    assert entry["optimizer_bytes"] == 0
+    assert entry["argument_bytes"] == pytest.approx(entry["parameter_bytes"] + cache, rel=0.01)
+    assert entry["hbm_bytes_per_token"] == entry["hbm_bytes"] / 2
+    assert entry["temp_bytes"] < 0.75 * cache  # one of the two layers, but no second cache
+    products = 2 * (4 * 32**2 + 3 * 32 * 48) + 32 * 300
+    assert entry["flops_formula"] == 2 * (2 * products + 2 * 4 * 4096 * 32)
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -107,7 +126,9 @@ def test_a_comparison(capsys, config):
         (["--mesh", "four"], ["mesh", "four", "data=1"]),
         (["--compare", "pre_ln,nonsense"], ["compare", "nonsense", "pre_ln"]),
         (["--compare", "pre_ln,pre_ln"], ["compare", "once"]),
-        (["--decode", "128"], ["decode", "128", "--prefill"]),
+        (["--decode", "many"], ["decode", "many", "16x2048"]),
+        (["--decode", "0x8"], ["decode", "0x8", "16x2048"]),
+        (["--decode", "8", "--prefill", "8"], ["decode", "prefill", "both"]),
         (["--prefill", "many"], ["prefill", "many", "number"]),
         (["--prefill", "²"], ["prefill", "²", "number"]),
         (["--compare", "pre_ln,"], ["compare", "pre_ln,", "commas"]),
