@@ -113,8 +113,7 @@ class _AttnRes(Residual):
         if self.logit_scale or self.bias or self.topk is not None:
             return depth_mix(*sources, **options, output_scale=params["norm"]), history
         newest, count, eps = (options[name] for name in ("newest", "count", "eps"))
-        mixture, history = depth_read(history, newest, _direction(params), count, eps)
-        return _normalized(mixture, params, eps, newest), history
+        return depth_read(history, newest, _direction(params), count, eps, params["norm"])
 
     def write(self, params, carry, y, aux, s):
         boundary = s % self.block == 0
