@@ -210,7 +210,8 @@ class _Pull:
         return _normalized(mixture, params, jnp.where(s == 0, self.eps, self.mix_eps), like)
 
     def gather(self, rows, index, last, directions, lse, delta):
-        return gather_rows(rows, index, last, directions, lse, delta, self.mix_eps)
+        arrays = rows, index, last, directions, lse, delta
+        return gather_rows(*arrays, self.mix_eps, dtype=rows.dtype)
 
     def state(self, rows, s):
         newest = jax.lax.dynamic_index_in_dim(rows, s, 0, keepdims=False)

@@ -5,7 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from depthjax.kernels.mixture import mosaic_tpu, mosaic_tpu_backward
+from depthjax.kernels.mixture import mosaic_tpu, mosaic_tpu_backward, mosaic_tpu_gather
 from depthjax.kernels.mixture.mosaic_tpu_backward import Cotangents
 from depthjax.kernels.over_mesh import over_batch
 
@@ -46,6 +46,26 @@ def mix_backward(rows, count, newest, direction, eps, scale, cotangent, d_rows) 
     found = over_batch(local, given[0].shape[1], in_axes, out_axes, kernel=True)(*given)
     own = None if newest is None else found.newest.reshape(newest.shape)
     return found._replace(rows=found.rows.reshape(shape), newest=own)
+
+
+def gather(rows, index, last, directions, lse, delta, eps, dtype):
+    """`mosaic_tpu_gather.gather` of rows [N, ..., D], last [..., D], lse and delta [N, ...]."""
+    shape, n = rows.shape, rows.shape[0]
+    rows, last = _with_batch(rows, last)
+    batch = rows.shape[1]
+    lse, delta = (x.reshape(n, batch, -1) for x in (lse, delta))
+
+    def local(axes, rows, index, last, directions, lse, delta, eps):
+        by_reader = lse.reshape(n, -1), delta.reshape(n, -1)
+        arrays = _flat(rows, 1), index, _flat(last, 0), directions, *by_reader
+        dv, du = mosaic_tpu_gather.gather(*arrays, eps, dtype)
+        return dv.reshape(last.shape), _sum_over(axes, du)
+
+    in_axes = (1, None, 0, None, 1, 1, None)
+    run = over_batch(local, batch, in_axes, (0, None), kernel=True)
+    scalars = jnp.asarray(index, jnp.int32), jnp.asarray(eps)
+    dv, du = run(rows, scalars[0], last, directions, lse, delta, scalars[1])
+    return dv.reshape(shape[1:]), du
 
 
 def _with_batch(rows: jax.Array | None, newest: jax.Array | None) -> tuple[Any, Any]:
