@@ -33,7 +33,7 @@ def gather(
 ) -> tuple[jax.Array, jax.Array]:
     """(dv [T, D] of `dtype`, du fp32 [N, D]) of source `index`, as `gather_rows`: rows [N, T, D],
     last [T, D], directions fp32 [N, D], lse and delta fp32 [N, T]."""
-    (n, tokens, width), itemsize = rows.shape, rows.dtype.itemsize
+    n, tokens, width = rows.shape
     lanes = pl.cdiv(n, LANES) * LANES
     group, block = _sizes(rows, lanes, jnp.dtype(dtype).itemsize)
     blocks, padded = pl.cdiv(tokens, block), pl.cdiv(tokens, block) * block
