@@ -77,7 +77,7 @@ def mix(
 def _sizes(tokens: int, row: int, other: int) -> tuple[int, int]:
     """(rows of a group, tokens of a block) from the bytes a token of a row and of all else: as
     many rows as leave room for 128 tokens."""
-    for group in (4, 2, 1):
+    for group in tiles.GROUPS:
         block = tiles.token_block(tokens, group * row + other)
         if block >= min(tokens, tiles.LANES):
             break

@@ -141,7 +141,7 @@ def _sizes(rows, newest, cotangent, like) -> tuple[int, int]:
     held = n * (width * size + 2 * 4 * tiles.LANES)
     around = width * (4 + 2 * cotangent.dtype.itemsize + 4 * like.dtype.itemsize)
     around += 0 if newest is None else 4 * width * size
-    for group in (4, 2, 1):
+    for group in tiles.GROUPS:
         bytes_per_token = held + around + 2 * group * width * size + 5 * 4 * tiles.LANES
         block = tiles.token_block(tokens, bytes_per_token)
         if block >= min(tokens, 2 * tiles.LANES):

@@ -88,7 +88,7 @@ def _sizes(rows, lanes, result) -> tuple[int, int]:
     n, tokens, width = rows.shape
     size = rows.dtype.itemsize
     other = width * (4 + 4 * size + 2 * result) + 4 * (4 * lanes + 2 * 2 * n + LANES)
-    for group in (4, 2, 1):
+    for group in tiles.GROUPS:
         block = tiles.token_block(tokens, other + 2 * group * width * size)
         if block >= min(tokens, LANES):
             break

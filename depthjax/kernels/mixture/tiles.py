@@ -20,6 +20,8 @@ CHUNK = 64
 """Most tokens of one pass of a loop: enough independent work to hide latencies."""
 TILE = 512
 """Most lanes of a piece."""
+GROUPS = (4, 2, 1)
+"""Rows that a step may take at once, from the most; fewer where the width leaves no room."""
 MOST_TOKENS = 512
 """Most tokens of a block."""
 VMEM_BUDGET = 36 * 2**20
