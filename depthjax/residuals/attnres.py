@@ -116,8 +116,7 @@ class _AttnRes(Residual):
         if self.options:
             return depth_mix(*sources, **options, output_scale=params["norm"]), history
         newest, count, eps = (options[name] for name in ("newest", "count", "eps"))
-        mixture, history = depth_read(history, newest, _direction(params), count, eps)
-        return _normalized(mixture, params, eps, newest), history
+        return depth_read(history, newest, _direction(params), count, eps, params["norm"])
 
     def write(self, params, carry, y, aux, s):
         boundary = s % self.block == 0
@@ -222,7 +221,8 @@ class _Pull:
         return _normalized(mixture, params, jnp.where(s == 0, self.eps, self.mix_eps), like)
 
     def gather(self, rows, index, last, directions, lse, delta):
-        return gather_rows(rows, index, last, directions, lse, delta, self.mix_eps)
+        arrays = rows, index, last, directions, lse, delta
+        return gather_rows(*arrays, self.mix_eps, dtype=rows.dtype)
 
     def state(self, rows, s):
         newest = jax.lax.dynamic_index_in_dim(rows, s, 0, keepdims=False)
