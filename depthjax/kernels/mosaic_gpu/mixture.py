@@ -191,7 +191,7 @@ class _Backward:
         steps = 2 * mine * total
         u = wg.load(self.u)
         for i in range(self.sums.shape[0]):
-            self.sums[i] = wg.zeros(self.width)
+            wg.clear(self.sums.at[i])
 
         def copy(step, slot):
             n, token = lax.rem(step, total), block + lax.div(step, 2 * total) * blocks
@@ -221,7 +221,7 @@ class _Backward:
     def through_norm(self, dy, z):
         r = lax.rsqrt(jnp.sum(z * z) / self.width + self.eps_out)
         unit = z * r
-        self.sums[1] = wg.load(self.sums.at[1]) + dy * unit
+        wg.add(dy * unit, self.sums.at[1])
         dy = dy * wg.load(self.scale)
         return r * (dy - unit * (jnp.sum(dy * unit) / self.width))
 
@@ -229,10 +229,10 @@ class _Backward:
         """Source n of a token, whose cotangents are the steps from `first`."""
         slot = ring.wait(first + n)
         v = wg.load(self.buffer.at[slot])
-        e, rho = _score(v, u, self.eps)
+        e, rho = score(v, u, self.eps)
         p = jnp.exp(e - lse)
         g = p * (jnp.sum(c * v) - delta) * rho
-        self.sums[0] = wg.load(self.sums.at[0]) + g * v
+        wg.add(g * v, self.sums.at[0])
         dv = p * c + g * (u - (rho * e / self.width) * v)
 
         def row():
@@ -247,8 +247,8 @@ class _Backward:
         ring.release(first + n, steps)
 
 
-def _score(v, u, eps):
-    """(e, rho) of a source in registers."""
+def score(v, u, eps):
+    """(e, rho) of a source v [D] under a query u [D], in registers."""
     rho = lax.rsqrt(jnp.sum(v * v) / v.size + eps)
     return jnp.sum(v * u) * rho, rho
 
@@ -259,7 +259,7 @@ def _online(ring, buffer, first, total, steps, u, eps):
     def step(n, state):
         most, weight, z = state
         v = wg.load(buffer.at[ring.wait(first + n)])
-        e, _ = _score(v, u, eps)
+        e, _ = score(v, u, eps)
         above = jnp.maximum(most, e)
         keep, p = jnp.exp(most - above), jnp.exp(e - above)
         ring.release(first + n, steps)

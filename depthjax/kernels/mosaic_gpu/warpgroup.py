@@ -30,6 +30,7 @@ AHEAD_BYTES = 32 * 1024
 """A block's bytes under way: with two blocks a processor, the latency of HBM at its bandwidth."""
 
 _LOAD_TAKES_INDEX = "idx" in inspect.signature(plgpu.load).parameters  # jax 0.10
+_STORES_EXPLICITLY = hasattr(plgpu, "store")  # jax 0.12
 
 
 def fits(width: int, *dtypes: Any) -> bool:
@@ -71,9 +72,9 @@ def _layout(shape: Sequence[int]) -> Any:
     return plgpu.Layout.WG_STRIDED(tuple(shape), vec_size=math.gcd(per_thread, 4))
 
 
-def load(ref: Any) -> jax.Array:
-    """A row in shared or global memory, as fp32 in registers."""
-    layout = _layout(ref.shape)
+def load(ref: Any, layout: Any = None) -> jax.Array:
+    """What lies in shared or global memory, as fp32 in registers; a row without a layout."""
+    layout = layout or _layout(ref.shape)
     if _LOAD_TAKES_INDEX:
         row = plgpu.load(ref, (), layout=layout, optimized=False)
     else:
@@ -115,9 +116,23 @@ class Ring:
         )
 
 
-def store(row: jax.Array, ref: Any) -> None:
-    """Rounds a row of registers once, into shared or global memory."""
-    ref[...] = row.astype(ref.dtype)
+def store(value: jax.Array, ref: Any) -> None:
+    """Rounds registers once, into shared or global memory."""
+    value = value.astype(ref.dtype)
+    if _STORES_EXPLICITLY:
+        plgpu.store(ref, value, optimized=False)  # small ones fill no whole sector of memory
+    else:
+        ref[...] = value
+
+
+def add(row: jax.Array, ref: Any) -> None:
+    """Adds a row of registers to one of fp32 in shared memory, where a thread sees its own part."""
+    store(load(ref) + row, ref)
+
+
+def clear(ref: Any) -> None:
+    """Zeros in a row of shared memory."""
+    store(zeros(ref.shape[0] * LANES), ref)
 
 
 def slots_of(bytes_a_step: int) -> int:
