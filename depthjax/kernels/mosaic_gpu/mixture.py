@@ -4,15 +4,15 @@
     y = z r scale,  r = 1 / sqrt(mean(z^2) + eps_out)
 
 (arXiv 2603.15031, section 3; u is the query times the key scale). The softmax runs online over
-depth: the largest logit, the sum of weights and the mixture so far stay in registers. Backward, with
-c the cotangent of z and n_i = rho_i v_i,
+depth: the largest logit, the sum of weights and the mixture so far stay in registers. Backward,
+with c the cotangent of z and n_i = rho_i v_i,
 
     g_i  = p_i (c . v_i - c . z)
     dv_i = p_i c + g_i rho_i (u - n_i e_i / D),     du = sum over tokens and sources of g_i n_i
     c    = r (scale dy - z r mean(dy scale z r)),   dscale = sum over tokens of dy z r
 
-the rows are read twice: for the mixture of a token, and for their cotangents, by when the L2 cache
-holds them unless they are many.
+where the rows are read twice: for the mixture of a token, and for their cotangents, by when the L2
+cache holds them unless they are many.
 """
 
 import dataclasses
@@ -41,6 +41,7 @@ def mix(rows, count, newest, u, eps, norm=None, *, dtype=None, interpret=None):
     dtype = rows.dtype if norm is not None else jnp.dtype(dtype or jnp.float32)
     slots = wg.slots_of(width * rows.dtype.itemsize)
     blocks = wg.blocks_of(tokens, width * slots * rows.dtype.itemsize, 3, width)
+    live = _mean_sources(rows, newest)
 
     def body(block, count_ref, rows_ref, *refs, buffer, arrived):
         newest_ref, refs = _first(refs, newest is not None)
@@ -68,7 +69,7 @@ def mix(rows, count, newest, u, eps, norm=None, *, dtype=None, interpret=None):
 
     kernel = wg.launch(
         body,
-        "depth_mix",
+        ("depth_mix", wg.cost(tokens, width, [(live, rows.dtype), (1, dtype)], 6 * live)),
         blocks,
         (wg.row_type(width, dtype, tokens), jax.ShapeDtypeStruct((tokens,), jnp.float32)),
         {
@@ -95,6 +96,10 @@ def mix_backward(rows, count, newest, u, eps, norm, cotangent, d_rows, *, interp
     sums = 1 if norm is None else 2
     shared = width * (slots * sum(sizes) + 4 * sums)
     blocks = wg.blocks_of(tokens, shared, 4, width)
+    live = _mean_sources(rows, newest)
+    moved = [(live, rows.dtype), (1, cotangent.dtype)]
+    moved += [(rows.shape[0] + (newest is None), d_rows.dtype)]  # twice the mean count
+    moved += [] if newest is None else [(1, newest.dtype)]
 
     def body(block, count_ref, rows_ref, *refs, **scratch):
         newest_ref, refs = _first(refs, newest is not None)
@@ -117,7 +122,7 @@ def mix_backward(rows, count, newest, u, eps, norm, cotangent, d_rows, *, interp
         out_type.insert(0, wg.row_type(width, newest.dtype, tokens))
     kernel = wg.launch(
         body,
-        "depth_mix_backward",
+        ("depth_mix_backward", wg.cost(tokens, width, moved, 18 * live)),
         blocks,
         tuple(out_type),
         {
@@ -135,7 +140,7 @@ def mix_backward(rows, count, newest, u, eps, norm, cotangent, d_rows, *, interp
     d_newest, (*d_scale, du) = _first(out, newest is not None)
     reduced = [wg.merge(jnp.sum(x, axis=0)) for x in (du, *d_scale)]
     d_newest = None if d_newest is None else wg.merge(d_newest)
-    return wg.merge(jax.freeze(accumulated)), d_newest, reduced[0], (reduced + [None])[1]
+    return wg.merge(jax.freeze(accumulated)), d_newest, reduced[0], [*reduced, None][1]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -268,6 +273,11 @@ def _online(ring, buffer, first, total, steps, u, eps):
     start = jnp.float32(LEAST), jnp.float32(0), wg.zeros(buffer.shape[-2] * wg.LANES)
     most, weight, z = lax.fori_loop(0, total, step, start)
     return z / weight, most + jnp.log(weight)
+
+
+def _mean_sources(rows, newest) -> float:
+    """The mean over the counts."""
+    return (rows.shape[0] + 1) / 2 if newest is None else rows.shape[0] / 2 + 1
 
 
 def _first(values, there: bool):

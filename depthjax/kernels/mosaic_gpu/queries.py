@@ -1,12 +1,13 @@
 """The first phase of Attention Residuals on a GPU: many queries mix the same finished blocks.
 
-    e_si = u_s . v_i rho_i,  rho_i = 1 / sqrt(mean(v_i^2) + eps),  p_s = softmax_i(e_s),  z_s = sum_i p_si v_i
+    e_si = u_s . v_i rho_i,  rho_i = 1 / sqrt(mean(v_i^2) + eps),  p_s = softmax_i(e_s)
+    z_s  = sum_i p_si v_i
 
 (arXiv 2603.15031, section 4, in the normalised form). All queries are scored against a row at once:
-[S, D] numbers lie in registers with the queries in each thread and the features across them, so that
-one exchange between the threads ends all S products. Where the queries and their mixtures fit, the
-softmax runs online, and a row is read once. Else the features are divided: a pass for the products of
-each part, and one for the mixtures.
+[S, D] numbers lie in registers with the queries in each thread and the features across them, so
+that one exchange between the threads ends all S products. Where the queries and their mixtures fit,
+the softmax runs online, and a row is read once. Else the features are divided: a pass for the
+products of each part, and one for the mixtures.
 """
 
 import math
@@ -25,12 +26,12 @@ from depthjax.kernels.mosaic_gpu.mixture import LEAST, mix
 PIECE = 128
 """Features of a copy: no copy takes more than 256 along an axis."""
 IN_REGISTERS = 8192
-"""Numbers of queries, and of mixtures, that a warpgroup holds: 64 registers of a thread for each."""
+"""Numbers of queries, and of mixtures, that a warpgroup holds: 64 registers a thread for each."""
 
 
 def phase_one(rows, count, directions, eps, *, dtype=None, interpret=None):
-    """(mixtures [S, T, D] in `dtype`, the rows' by default, lse [S, T] fp32) of the first `count` >= 1
-    of rows [N, T, D] under directions [S, D], each a query times its key scale.
+    """(mixtures [S, T, D] in `dtype`, the rows' by default, lse [S, T] fp32) of the first `count`,
+    at least one, of rows [N, T, D] under directions [S, D], each a query times its key scale.
 
     Moves (count + S) T D numbers where S D is at most 8192, else (2 count + S) T D.
     """
@@ -63,6 +64,11 @@ def _part(queries: int, width: int) -> int | None:
     fitting = [n for n in range(1, pieces + 1) if pieces % n == 0]
     fitting = [n * PIECE for n in fitting if n * PIECE * queries <= IN_REGISTERS]
     return max(fitting, default=None)
+
+
+def _mean_rows(rows) -> float:
+    """The mean over the counts."""
+    return (rows.shape[0] + 1) / 2
 
 
 def _layout(queries: int, features: int) -> Any:
@@ -138,6 +144,8 @@ def _online(rows, count, directions, eps, dtype, interpret):
     queries, width = directions.shape
     tokens = rows.shape[1]
     blocks, scratch = _plan(rows, width, 2 * queries + 2)
+    live = _mean_rows(rows)
+    moved = [(live, rows.dtype), (queries, dtype)]
     of = _Queries(queries, width)
 
     def body(block, count_ref, rows_ref, u_ref, mixture_ref, lse_ref, *, buffer, arrived):
@@ -166,7 +174,7 @@ def _online(rows, count, directions, eps, dtype, interpret):
 
     kernel = wg.launch(
         body,
-        "depth_phase_one",
+        ("depth_phase_one", wg.cost(tokens, width, moved, 4 * queries * live)),
         blocks,
         (
             jax.ShapeDtypeStruct((queries, tokens, width), dtype),
@@ -186,6 +194,7 @@ def _products(rows, count, directions, part, interpret):
     sources, tokens, _ = rows.shape
     parts = width // part
     blocks, scratch = _plan(rows, part, 2 * queries + 2)
+    live = _mean_rows(rows)
     of = _Queries(queries, part)
 
     def body(block, count_ref, rows_ref, u_ref, products_ref, squares_ref, *, buffer, arrived):
@@ -206,7 +215,7 @@ def _products(rows, count, directions, part, interpret):
     shape = parts, tokens, sources
     kernel = wg.launch(
         body,
-        "depth_products",
+        ("depth_products", wg.cost(tokens, width, [(live, rows.dtype)], 2 * queries * live)),
         blocks,
         (
             jax.ShapeDtypeStruct((*shape, queries), jnp.float32),
@@ -223,6 +232,7 @@ def _weigh(rows, count, weights, part, dtype, interpret):
     queries, (_, tokens, width) = weights.shape[-1], rows.shape
     parts = width // part
     blocks, scratch = _plan(rows, part, queries + 2)
+    live = _mean_rows(rows)
     of = _Queries(queries, part)
 
     def body(block, count_ref, rows_ref, weights_ref, mixture_ref, *, buffer, arrived):
@@ -245,5 +255,7 @@ def _weigh(rows, count, weights, part, dtype, interpret):
             wg.store(z, mixture_ref.at[:, token, pl.ds(i * part, part)])
 
     out_type = jax.ShapeDtypeStruct((queries, tokens, width), dtype)
-    kernel = wg.launch(body, "depth_weigh", blocks, out_type, scratch, interpret)
+    moved = [(live, rows.dtype), (queries, dtype)]
+    call = "depth_weigh", wg.cost(tokens, width, moved, 2 * queries * live)
+    kernel = wg.launch(body, call, blocks, out_type, scratch, interpret)
     return kernel(wg.scalar(count), rows, weights)

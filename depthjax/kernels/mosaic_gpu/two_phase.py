@@ -2,7 +2,8 @@
 
 With m the mixture of the completed blocks, whose log-sum-exp is lse, for one query u,
 
-    p = open + branch, or branch where a block begins;  e = u . p rho,  rho = 1 / sqrt(mean(p^2) + eps)
+    p = open + branch, or branch where a block begins
+    e = u . p rho,  rho = 1 / sqrt(mean(p^2) + eps)
     w = sigmoid(e - lse),  h = m + w (p - m),  x = h r scale,  r = 1 / sqrt(mean(h^2) + eps_out)
 
 (arXiv 2603.15031, section 4; p is rounded to the dtype that it is stored in before it is scored).
@@ -12,7 +13,7 @@ Backward, with unit = h r and q the cotangent of x times the scale,
     dp = w dh + de rho (u - p rho e / D) + what p has from elsewhere,  dm = (1 - w) dh,  dlse = -de
     du = sum over tokens of de rho p,  dscale = sum over tokens of dx unit
 
-Forward moves five rows a token, three in and two out; backward seven, or eight with a cotangent of p.
+Forward moves five rows a token, three in and two out; backward six, or seven with a cotangent of p.
 """
 
 import dataclasses
@@ -38,6 +39,7 @@ def merge(open_sum, branch, fresh, mixture, lse, u, scale, eps, *, interpret=Non
     tokens, width = branch.shape
     rows = open_sum, branch, mixture
     slots, blocks, scratch = _plan(rows, 0, 4)
+    p_dtype, read = open_sum.dtype, [(1, x.dtype) for x in rows]
 
     def body(block, fresh_ref, *refs, buffers, arrived, open_arrived):
         u_ref, scale_ref, lse_ref, x_ref, p_ref = refs[3:]
@@ -50,7 +52,7 @@ def merge(open_sum, branch, fresh, mixture, lse, u, scale, eps, *, interpret=Non
         @pl.loop(0, mine)
         def _(k):
             token, slot = block + k * blocks, ring.wait(k)
-            p, m = stream.source(slot, p_ref.dtype)
+            p, m = stream.source(slot, p_dtype)
             wg.store(p, p_ref.at[token])
             e, _ = score(p, u, eps[0])
             h = m + _sigmoid(e - lse_ref[token]) * (p - m)
@@ -60,9 +62,9 @@ def merge(open_sum, branch, fresh, mixture, lse, u, scale, eps, *, interpret=Non
 
     kernel = wg.launch(
         body,
-        "depth_merge",
+        ("depth_merge", wg.cost(tokens, width, [*read, (1, mixture.dtype), (1, p_dtype)], 14)),
         blocks,
-        (wg.row_type(width, mixture.dtype, tokens), wg.row_type(width, open_sum.dtype, tokens)),
+        (wg.row_type(width, mixture.dtype, tokens), wg.row_type(width, p_dtype, tokens)),
         scratch,
         interpret,
     )
@@ -74,15 +76,16 @@ def merge(open_sum, branch, fresh, mixture, lse, u, scale, eps, *, interpret=Non
 def merge_backward(
     open_sum, branch, fresh, mixture, lse, vectors, eps, cotangents, *, interpret=None
 ):
-    """(dp, d_mixture, d_lse, du, d_scale) of `merge`; vectors: (u, scale); cotangents: (of x, of p or
-    None), [T, D].
+    """(dp, d_mixture, d_lse, du, d_scale) of `merge`; vectors: (u, scale); cotangents: (of x, of p
+    or None), [T, D].
 
-    dp: [T, D] in the dtype of the branch: the cotangent of the branch, and unless fresh, of open_sum.
-    du, d_scale: [D] fp32.
+    dp: [T, D] in the dtype of the branch: the cotangent of the branch and, unless fresh, of
+    open_sum; du, d_scale: [D] fp32.
     """
     tokens, width = branch.shape
     rows = [open_sum, branch, mixture, *(c for c in cotangents if c is not None)]
     slots, blocks, scratch = _plan(rows, 2, 4)
+    read = [(1, x.dtype) for x in rows]
 
     def body(block, fresh_ref, *refs, buffers, arrived, open_arrived, sums):
         u_ref, scale_ref, lse_ref, dp_ref, dm_ref, d_lse_ref, du_ref, d_scale_ref = refs[
@@ -124,7 +127,7 @@ def merge_backward(
     of_block = wg.row_type(width, jnp.float32, blocks)
     kernel = wg.launch(
         body,
-        "depth_merge_backward",
+        ("depth_merge_backward", wg.cost(tokens, width, [*read, *read[1:3]], 40)),
         blocks,
         (
             wg.row_type(width, branch.dtype, tokens),

@@ -90,8 +90,8 @@ def zeros(width: int) -> jax.Array:
 
 @dataclasses.dataclass(frozen=True)
 class Ring:
-    """Slots of shared memory that steps 0, 1, ... go round. copy(step, slot): starts the copies of a
-    step, all of which arrive at barriers.at[slot]."""
+    """Slots of shared memory that steps 0, 1, ... go round. copy(step, slot): starts the copies of
+    a step, all of which arrive at barriers.at[slot]."""
 
     barriers: Any
     slots: int
@@ -153,10 +153,21 @@ def tokens_of(block, blocks: int, tokens: int):
     return lax.div(tokens - block + (blocks - 1), blocks)
 
 
-def launch(body: Callable, name: str, blocks: int, out_type: Any, scratch: dict, interpret: Any):
-    """The kernel that runs body(block, *refs, **scratch) on `blocks` warpgroups, over arrays and over
-    `jax.Ref`s, which it changes in place. interpret: None on a GPU, a `plgpu.InterpretGPUParams`
-    elsewhere (jax 0.12)."""
+def cost(tokens: int, width: int, moved: Sequence[tuple[float, Any]], flops: float) -> Any:
+    """What a kernel tells the compiler: moved: (rows [T, D], dtype) of the arrays; flops: for each
+    element. Small arrays are left out; of rows under a traced count, the mean over its values."""
+    elements = tokens * width
+    moved_bytes = sum(rows * elements * jnp.dtype(dtype).itemsize for rows, dtype in moved)
+    return pl.CostEstimate(
+        flops=round(flops * elements), bytes_accessed=round(moved_bytes), transcendentals=0
+    )
+
+
+def launch(body: Callable, call: Any, blocks: int, out_type: Any, scratch: dict, interpret: Any):
+    """The kernel that runs body(block, *refs, **scratch) on `blocks` warpgroups, over arrays and
+    over `jax.Ref`s, which it changes in place. call: (name, cost); interpret: None on a GPU, a
+    `plgpu.InterpretGPUParams` elsewhere (jax 0.12)."""
+    name, estimate = call
     # pl.kernel, not plgpu.kernel: that one takes no jax.Ref on jax 0.10.
     mesh = plgpu.Mesh(
         grid=(blocks,), grid_names=("block",), cluster=(), cluster_names=(), num_threads=None,
@@ -172,6 +183,7 @@ def launch(body: Callable, name: str, blocks: int, out_type: Any, scratch: dict,
         out_type,
         mesh=mesh,
         name=name,
+        cost_estimate=estimate,
         interpret=interpret or False,
         compiler_params=plgpu.CompilerParams(
             lowering_semantics=plgpu.LoweringSemantics.Warpgroup,
