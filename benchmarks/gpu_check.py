@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from depthjax.kernels.mosaic_gpu import gather, mixture, queries, two_phase
+from depthjax.kernels.mosaic_gpu import gather, mixture, queries, queries_backward, two_phase
 
 EPS, EPS_OUT = 1e-6, 1e-5
 ROWS, LIVE, QUERIES = 9, 8, 8
@@ -67,6 +67,12 @@ def naive_phase_one(rows, directions):
     v = up(rows[:LIVE])
     e = jnp.einsum("ntd,sd->snt", rms(v, EPS), directions, precision="highest")
     return jnp.einsum("snt,ntd->std", jax.nn.softmax(e, axis=1), v), jax.nn.logsumexp(e, axis=1)
+
+
+def naive_phase_one_backward(rows, directions, _, cotangents, d_lse, d_rows):
+    _, pull = jax.vjp(naive_phase_one, up(rows), directions)
+    by_rows, du = pull((up(cotangents), d_lse))
+    return d_rows + by_rows, du
 
 
 def naive_mix(rows, newest, u, scale):
@@ -135,6 +141,13 @@ def phase_one_inputs(tokens, width):
     return normal(0, ROWS, tokens, width), 0.02 * wide(1, QUERIES, width)
 
 
+def phase_one_backward_inputs(tokens, width):
+    rows, directions = phase_one_inputs(tokens, width)
+    _, lse = naive_phase_one(rows, directions)
+    cotangents = normal(2, QUERIES, tokens, width), wide(3, QUERIES, tokens)
+    return rows, directions, lse, *cotangents, wide(4, ROWS, tokens, width)
+
+
 CASES = (
     Case(
         "mix, norm",
@@ -161,6 +174,16 @@ CASES = (
         lambda run, rows, u: queries.phase_one(rows, LIVE, u, EPS, interpret=run),
         naive_phase_one,
         moved=LIVE + QUERIES,
+    ),
+    Case(
+        "phase 1 backward",
+        phase_one_backward_inputs,
+        lambda run, rows, u, lse, c, d_lse, d_rows: queries_backward.phase_one_backward(
+            rows, LIVE, u, EPS, lse, (c, d_lse), d_rows, interpret=run
+        ),
+        naive_phase_one_backward,
+        moved=5 * LIVE + QUERIES,
+        carry=5,
     ),
     Case(
         "phase 2",

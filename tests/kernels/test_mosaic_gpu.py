@@ -14,7 +14,15 @@ from jax.sharding import PartitionSpec as P
 
 from depthjax.aot.topology import mesh_of, prepare_environment, target
 from depthjax.errors import InputError
-from depthjax.kernels.mosaic_gpu import fits, gather, mixture, queries, two_phase
+from depthjax.kernels.mosaic_gpu import (
+    fits,
+    gather,
+    mixture,
+    parts,
+    queries,
+    queries_backward,
+    two_phase,
+)
 
 pytestmark = pytest.mark.jax_version
 simulated = pytest.mark.skipif(
@@ -142,13 +150,36 @@ def test_merge_does_not_see_the_sum_of_a_finished_block():
 @pytest.mark.parametrize("registers", [8192, 512, 128])
 def test_queries_in_parts_of_the_features(monkeypatch, registers):
     """One pass where all fits into registers, else parts of the features, or of the queries."""
-    monkeypatch.setattr(queries, "IN_REGISTERS", registers)
+    monkeypatch.setattr(parts, "IN_REGISTERS", registers)
     rows, u = normal(0, 3, 2, 256), normal(1, 2, 256)
     z, lse = queries.phase_one(rows.at[2].set(jnp.nan), 2, u, 1e-6, interpret=simulation())
     for query in range(2):
         expected, expected_lse = exact_mixture(rows[:2], u[query], 1e-6)
         assert_close(z[query], expected)
         assert_close(lse[query], expected_lse)
+
+
+@simulated
+@pytest.mark.parametrize(
+    ("count", "queries", "registers"), [(2, 2, 8192), (2, 2, 512), (2, 3, 512), (1, 1, 8192)]
+)
+def test_cotangents_of_queries_in_parts(monkeypatch, count, queries, registers):
+    """Those of dead rows are left alone, whatever the rows hold."""
+    monkeypatch.setattr(parts, "IN_REGISTERS", registers)
+    rows, u, c = normal(0, 3, 1, 256), 0.2 * normal(1, queries, 256), normal(2, queries, 1, 256)
+    before, d_lse = normal(3, 3, 1, 256), normal(4, queries, 1)
+    with jax.enable_x64(True):
+        live, *rest = (np.asarray(x, np.float64) for x in (rows[:count], u, c, d_lse))
+        (_, lse), pull = jax.vjp(check.naive_phase_one, live, rest[0])
+        by_rows, du = map(np.asarray, pull(tuple(rest[1:])))
+        lse = np.asarray(lse, np.float32)
+    actual = queries_backward.phase_one_backward(
+        rows.at[count:].set(jnp.nan), count, u, 1e-6, lse, (c, d_lse), before,
+        interpret=simulation(),
+    )  # fmt: skip
+    assert_close(actual[0][:count], before[:count] + by_rows)
+    np.testing.assert_array_equal(actual[0][count:], before[count:])
+    assert_close(actual[1], du)
 
 
 @simulated
