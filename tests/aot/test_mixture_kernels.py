@@ -44,5 +44,6 @@ def test_every_tpu_takes_the_kernels(topology, width):
     count = jax.ShapeDtypeStruct((), jnp.int32, sharding=sharding)
     with jax.set_mesh(mesh):
         text = jax.jit(lambda *a: (read(*a), pull(*a))).lower(arrays, count).compile().as_text()
-    for kernel in ("depth_mix", "depth_mix_backward", "depth_gather"):
-        assert kernel in text
+    wide = topology.startswith("v4") and width == 7168  # du of all readers alone would fill VMEM
+    for kernel in ("depth_mix", "depth_mix_backward", *([] if wide else ["depth_gather"])):
+        assert f"{kernel}." in text or f"{kernel}__" in text
