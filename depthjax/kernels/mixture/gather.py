@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 
 from depthjax.kernels.choice import Implementation, choose
-from depthjax.kernels.mixture import sharded, tiles
+from depthjax.kernels.mixture import mosaic_tpu_gather, sharded, tiles
 from depthjax.kernels.mixture.read import live_rows, score
 from depthjax.kernels.rms_norm import at_least_float32
 
@@ -88,7 +88,8 @@ def gather_rows(
     [N, D]; lse, delta: [N, ...], of the readers; entries of readers before `index` are not used.
     dtype None: as the sums are, in at least fp32.
     """
-    if choose(implementation, tpu=tiles.fits(rows, last), gpu=False) == "mosaic_tpu":
+    takes = tiles.fits(rows, last) and mosaic_tpu_gather.fits(rows)
+    if choose(implementation, tpu=takes, gpu=False) == "mosaic_tpu":
         dtype = jnp.float32 if dtype is None else dtype
         return sharded.gather(rows, index, last, directions, lse, delta, eps, dtype)
     dv, du = _gather(rows, index, last, directions, lse, delta, eps)
