@@ -6,16 +6,23 @@ from depthjax.kernels.mixture.gather import gather_rows, mix_rows
 from depthjax.kernels.mixture.one_shot import depth_mix, depth_weights
 from depthjax.kernels.mixture.read import depth_read
 from depthjax.kernels.rms_norm import rms_norm
-from depthjax.kernels.streams.xla import read_streams, stream_products
+from depthjax.kernels.streams.read import read_streams
+from depthjax.kernels.streams.spelling import beside, repeat
+from depthjax.kernels.streams.xla import stream_products
+from depthjax.kernels.two_phase.api import phase1, phase2
 
 __all__ = [
+    "beside",
     "depth_mix",
     "depth_read",
     "depth_weights",
     "gather_rows",
     "layer_norm",
     "mix_rows",
+    "phase1",
+    "phase2",
     "read_streams",
+    "repeat",
     "rms_norm",
     "stream_products",
 ]

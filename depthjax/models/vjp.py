@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from depthjax.models.keep import Remat, full, recompute, thin
+from depthjax.models.phases import scan_by_phases
 from depthjax.models.sublayers import LayerParams, Sublayers, differentiable, vjp
 from depthjax.residuals import ATTENTION, MLP, append
 from depthjax.residuals.base import State
@@ -74,6 +75,9 @@ def _differentiable_scan(sublayers: Sublayers, remat: Remat):
 
     @jax.custom_vjp
     def run(params, state, first):
+        phases = sublayers.rule.phases()
+        if phases is not None and sublayers.observer is None:
+            return scan_by_phases(sublayers, phases, params, state, first), None
         return forward(params, state, first, keep=False)[0]
 
     def run_forward(params, state, first):

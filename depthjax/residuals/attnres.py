@@ -26,8 +26,11 @@ from depthjax.kernels import (
     depth_weights,
     gather_rows,
     mix_rows,
+    phase1,
+    phase2,
     rms_norm,
 )
+from depthjax.kernels.choice import choose
 from depthjax.kernels.rms_norm import at_least_float32
 from depthjax.residuals.base import KINDS, Parameter, Residual, empty_history, swap_rows
 
@@ -110,11 +113,10 @@ class _AttnRes(Residual):
     def _mix(self, params, carry, history, s):
         """(normalised mixture, history) of reader s; None: the final one."""
         sources, options = self._sources(params, carry, history, s)
-        if self.logit_scale or self.bias or self.topk is not None:
+        if self.options:
             return depth_mix(*sources, **options, output_scale=params["norm"]), history
         newest, count, eps = (options[name] for name in ("newest", "count", "eps"))
-        mixture, history = depth_read(history, newest, _direction(params), count, eps)
-        return _normalized(mixture, params, eps, newest), history
+        return depth_read(history, newest, _direction(params), count, eps, params["norm"])
 
     def write(self, params, carry, y, aux, s):
         boundary = s % self.block == 0
@@ -126,9 +128,13 @@ class _AttnRes(Residual):
         """Gathering a source's cotangent meets it with all 2 L + 1 readers, three times."""
         return 6 * (2 * layers + 1) ** 2 * width if self.pull() else 0
 
+    @property
+    def options(self) -> bool:
+        """Whether a reader does more than mix by its query and key scale."""
+        return self.logit_scale or self.bias or self.topk is not None
+
     def pull(self):
-        options = self.logit_scale or self.bias or self.topk is not None
-        return _Pull(self.eps, self.mix_eps) if self.block == 1 and not options else None
+        return _Pull(self.eps, self.mix_eps) if self.block == 1 and not self.options else None
 
     def finish(self, params, carry, history):
         return self._mix(params, carry, history, None)[0]
@@ -187,6 +193,12 @@ def _direction(params) -> jax.Array:
     return at_least_float32(params["query"]) * at_least_float32(params["key_scale"])
 
 
+def _directions(residual) -> jax.Array:
+    """Of all sublayers in order, [2 L, D]."""
+    both = [_direction(residual[kind]) for kind in KINDS]  # [L, D] each
+    return jnp.stack(both, axis=1).reshape(-1, both[0].shape[-1])
+
+
 def _normalized(mixture, params, eps, like) -> jax.Array:
     """The norm that follows a mixture, rounded once, to the dtype of `like`."""
     return rms_norm(mixture, params["norm"], eps).astype(like.dtype)
@@ -200,9 +212,7 @@ class _Pull:
     mix_eps: float
 
     def directions(self, residual, final):
-        directions = [_direction(residual[kind]) for kind in KINDS]  # [L, D] each
-        stacked = jnp.stack(directions, axis=1).reshape(-1, directions[0].shape[-1])
-        return jnp.concatenate([stacked, _direction(final)[None]])
+        return jnp.concatenate([_directions(residual), _direction(final)[None]])
 
     def mix(self, rows, s, direction):
         return mix_rows(rows, s + 1, direction, self.mix_eps)
@@ -211,11 +221,53 @@ class _Pull:
         return _normalized(mixture, params, jnp.where(s == 0, self.eps, self.mix_eps), like)
 
     def gather(self, rows, index, last, directions, lse, delta):
-        return gather_rows(rows, index, last, directions, lse, delta, self.mix_eps)
+        arrays = rows, index, last, directions, lse, delta
+        return gather_rows(*arrays, self.mix_eps, dtype=rows.dtype)
 
     def state(self, rows, s):
         newest = jax.lax.dynamic_index_in_dim(rows, s, 0, keepdims=False)
         return {"open": newest, "count": jnp.int32(s), "bypass": jnp.bool_(False)}, rows[:-1]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Phases:
+    """The readers that see the same finished sources are s = n b + 1 to (n + 1) b."""
+
+    size: int
+    eps: float
+    mix_eps: float
+
+    directions = staticmethod(_directions)
+
+    def place(self, s):
+        return (s - 1) % self.size
+
+    def _boundary(self, s, begun):
+        return begun & (self.place(s) == 0)
+
+    def close(self, carry, s, begun):
+        boundary = self._boundary(s, begun)
+        appended = (carry["open"], carry["count"], boundary)
+        return {**carry, "count": carry["count"] + boundary}, appended
+
+    def answer(self, carry, history, directions):
+        return phase1(history, directions, count=carry["count"], eps=self.mix_eps)
+
+    def seam(self, params, carry, y, answers, s, begun):
+        mixtures, lse = answers
+        x, opened = phase2(
+            mixtures,
+            lse,
+            carry["open"],
+            y,
+            query=_direction(params),
+            place=self.place(s),
+            fresh=self._boundary(s, begun),
+            norm_scale=params["norm"],
+            eps=self.mix_eps,
+            norm_eps=jnp.where(s == 0, self.eps, self.mix_eps),
+        )
+        return x, {**carry, "open": opened}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -249,6 +301,9 @@ class BlockAttnRes(_AttnRes):
     name = "block_attnres"
     block_size_sublayers: int | None = None
     """Sublayers in a block, 1 to 2 L (two sublayers a transformer layer). None: ceil(2 L / 8)."""
+    two_phase: bool | None = None
+    """Whether a forward pass alone reads the history once a block instead of once a sublayer.
+    None: where its kernels run, on TPU and GPU."""
 
     @property
     def block(self):
@@ -267,6 +322,12 @@ class BlockAttnRes(_AttnRes):
                 f"choose 1 to {2 * layers}"
             )
         return dataclasses.replace(self, block_size_sublayers=size)
+
+    def phases(self):
+        wanted = self.two_phase
+        if wanted is None:
+            wanted = choose(None) != "xla"
+        return _Phases(self.block, self.eps, self.mix_eps) if wanted and not self.options else None
 
     def _two_phase(self, layers):
         """N / S + 5."""

@@ -116,6 +116,38 @@ class Pull(Protocol):
         """The depth state in front of reader s, for an observer."""
 
 
+class Phases(Protocol):
+    """A variant whose consecutive sublayers read the same rows, for a forward pass that reads them
+    once for a group of up to `size` sublayers (Attention Residuals, two-phase computation).
+
+    Phase 1 answers all readers of a group from the history, when the first of them comes. Phase 2
+    stands between two branches: it takes in what the one returned and completes what the next is
+    given. In front of sublayer s that is, with begun false at the very first of a stack, which has
+    nothing to take in,
+
+        carry, appended = close(carry, s, begun)            # then the caller appends
+        answers         = answer(carry, history, directions of the group)   # where place(s) is 0
+        x, carry        = seam(params[s], carry, y of s - 1, answers, s, begun)
+    """
+
+    size: int
+
+    def directions(self, residual: Mapping[str, Any]) -> jax.Array:
+        """[2 L, D]: what the readers look for, of the parameters of L layers."""
+
+    def place(self, s) -> jax.Array:
+        """Which reader of its group s is."""
+
+    def close(self, carry, s, begun) -> tuple[Any, Appended]:
+        """The carry with the counters of `write` at s - 1, and what that appends."""
+
+    def answer(self, carry, history, directions: jax.Array) -> Any:
+        """What the history answers to readers that look for `directions` [size, D]."""
+
+    def seam(self, params, carry, y, answers, s, begun) -> tuple[jax.Array, Any]:
+        """(x, carry): the rest of `write` at s - 1, and `read` at s."""
+
+
 REGISTRY: dict[str, type["Residual"]] = {}
 """Name -> class of every variant that has been defined."""
 
@@ -203,6 +235,10 @@ class Residual:
 
     def pull(self) -> "Pull | None":
         """How the backward pass over the depth may do with one buffer; None: it needs two."""
+        return None
+
+    def phases(self) -> "Phases | None":
+        """How a forward pass may read the history once for several sublayers; None: it does not."""
         return None
 
     def stream(self, carry) -> jax.Array:

@@ -1,11 +1,12 @@
 """Hyper-Connections: several residual streams that each sublayer reads, mixes and writes."""
 
 import dataclasses
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
 
-from depthjax.kernels import read_streams, rms_norm, stream_products
+from depthjax.kernels import beside, read_streams, rms_norm, stream_products
 from depthjax.kernels.rms_norm import at_least_float32
 from depthjax.residuals.base import ATTENTION, MLP, Parameter, Residual
 
@@ -19,6 +20,8 @@ class StreamResidual(Residual):
     """
 
     positive = ("eps", "streams")
+    projections: ClassVar[tuple[str, ...]] = ()
+    """Names of the parameters that `columns` is made of."""
     streams: int = 4
     """Residual streams m."""
     eps: float = 1e-6
@@ -32,15 +35,20 @@ class StreamResidual(Residual):
         """What the streams are multiplied with for their weights; see `stream_products`."""
         return None
 
-    def weigh(self, params, products, squares) -> tuple[jax.Array, jax.Array, jax.Array]:
+    def gates(self, params) -> dict[str, jax.Array]:
+        """The parameters that `weigh` sees: all that have no axis of features."""
+        return {name: params[name] for name in params if name not in ("norm", *self.projections)}
+
+    def weigh(self, gates, products, squares) -> tuple[jax.Array, jax.Array, jax.Array]:
         """(read [m, ...], write [m, ...], transport [m, m, ...]) in at least fp32, from the
         products and the mean squares of the streams; row t of the transport says what new stream t
-        takes from the old ones."""
+        takes from the old ones. Spelled as `read_streams` wants it."""
         raise NotImplementedError
 
     def weights(self, params, streams) -> tuple[jax.Array, jax.Array, jax.Array]:
         """The same of streams [m, ..., D]."""
-        return self.weigh(params, *stream_products(streams, self.columns(params)))
+        gates = beside(self.gates(params), streams.ndim - 2)
+        return self.weigh(gates, *stream_products(streams, self.columns(params)))
 
     def collapse(self, streams) -> jax.Array:
         """What the final norm sees, [..., D]."""
@@ -64,8 +72,9 @@ class StreamResidual(Residual):
         return {"streams": copies, "write": write}, {}
 
     def read(self, params, carry, history, s):
+        gates, columns = self.gates(params), self.columns(params)
         x, streams, write = read_streams(
-            self.weigh, self.eps, params, self.columns(params), params["norm"], carry["streams"]
+            self.weigh, self.eps, gates, columns, params["norm"], carry["streams"]
         )
         carry = {"streams": streams, "write": write.astype(carry["write"].dtype)}
         return x, None, carry, history
@@ -100,11 +109,6 @@ class StreamResidual(Residual):
         }
 
 
-def beside(small: jax.Array, like: jax.Array) -> jax.Array:
-    """A small array with axes of size 1 behind its own, for all the tokens of `like`."""
-    return small.reshape(*small.shape, *[1] * (like.ndim - small.ndim))
-
-
 def selected_stream(kind: int, streams: int, selected: float, other: float):
     """Initializer of [rows, m]: `selected` at stream s mod m of sublayer s, `other` elsewhere."""
 
@@ -130,6 +134,7 @@ class HC(StreamResidual):
     """
 
     name = "hc"
+    projections = ("dynamic_alpha_proj", "dynamic_beta_proj")
 
     def connection(self, kind, width):
         m, normal = self.streams, jax.nn.initializers
@@ -154,15 +159,11 @@ class HC(StreamResidual):
         beta = params["dynamic_beta_proj"][:, None]
         return jnp.concatenate([params["dynamic_alpha_proj"], beta], axis=-1)
 
-    def weigh(self, params, products, squares):
+    def weigh(self, gates, products, squares):
         products = products * jax.lax.rsqrt(squares + 1e-8)  # those of the normalised streams
-
-        def gate(products, name: str) -> jax.Array:
-            static, gain = params[f"static_{name}"].T, params[f"dynamic_{name}_scale"]
-            return gain * jnp.tanh(products) + beside(static, products)
-
-        alpha = gate(products[:-1], "alpha")  # [m + 1, m, ...]
-        return alpha[0], gate(products[-1], "beta"), alpha[1:]
+        alpha, beta = gates["dynamic_alpha_scale"], gates["dynamic_beta_scale"]
+        alpha = alpha * jnp.tanh(products[:-1]) + jnp.swapaxes(gates["static_alpha"], 0, 1)
+        return alpha[0], beta * jnp.tanh(products[-1]) + gates["static_beta"], alpha[1:]
 
     def flops_per_token(self, layers, width):
         """A sublayer: 2 m (m + 2) D for the gates, 2 m (m + 1) D for read and transport, 2 m D for

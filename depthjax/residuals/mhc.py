@@ -7,8 +7,9 @@ import math
 import jax
 import jax.numpy as jnp
 
+from depthjax.kernels import repeat
 from depthjax.residuals.base import Parameter
-from depthjax.residuals.hc import StreamResidual, beside, selected_stream
+from depthjax.residuals.hc import StreamResidual, selected_stream
 
 PURPOSES = "pre", "post", "residual"  # of a projection: read, write, transport
 GAP = 8.0  # distance of the initial logits: sigmoid(8) = 0.9997, sigmoid(-8) = 0.0003
@@ -20,15 +21,12 @@ def sinkhorn(logits: jax.Array, rounds: int, delta: float = 1e-6) -> jax.Array:
     The first round is softmax over rows, then columns; `delta` is added after the softmax and to
     each sum (the form of the mHC kernels). Differentiable through all rounds.
     """
-    matrix = jax.nn.softmax(logits, axis=1) + delta
-    matrix = matrix / (jnp.sum(matrix, axis=0, keepdims=True) + delta)
 
-    @jax.checkpoint
-    def round_(matrix):
-        matrix = matrix / (jnp.sum(matrix, axis=1, keepdims=True) + delta)
-        return matrix / (jnp.sum(matrix, axis=0, keepdims=True) + delta)
+    def normalised(matrix, axis: int):
+        return matrix * (1 / (jnp.sum(matrix, axis=axis, keepdims=True) + delta))
 
-    return jax.lax.scan(lambda matrix, _: (round_(matrix), None), matrix, length=rounds - 1)[0]
+    matrix = normalised(jax.nn.softmax(logits, axis=1) + delta, 0)
+    return repeat(lambda matrix: normalised(normalised(matrix, 1), 0), matrix, rounds - 1)
 
 
 def log_sinkhorn(logits: jax.Array, rounds: int) -> jax.Array:
@@ -37,17 +35,19 @@ def log_sinkhorn(logits: jax.Array, rounds: int) -> jax.Array:
     size = len(logits)
     target = -jnp.log(jnp.asarray(size, logits.dtype))
 
-    @jax.checkpoint
-    def round_(column):
-        row = target - jax.nn.logsumexp(logits + column, axis=1, keepdims=True)
-        return row, target - jax.nn.logsumexp(logits + row, axis=0, keepdims=True)
-
-    def step(potentials, _):
-        return round_(potentials[1]), None
+    def round_(potentials):
+        row = target - logsumexp(logits + potentials[1], axis=1)
+        return row, target - logsumexp(logits + row, axis=0)
 
     zeros = jnp.zeros_like(logits[:, :1]), jnp.zeros_like(logits[:1])
-    (row, column), _ = jax.lax.scan(step, zeros, length=rounds)
+    row, column = repeat(round_, zeros, rounds)
     return size * jnp.exp(logits + row + column)
+
+
+def logsumexp(logits: jax.Array, axis: int) -> jax.Array:
+    """log(sum(exp(logits))) of finite logits, the axis kept."""
+    most = jax.lax.stop_gradient(jnp.max(logits, axis=axis, keepdims=True))
+    return most + jnp.log(jnp.sum(jnp.exp(logits - most), axis=axis, keepdims=True))
 
 
 def permutation_mixture(logits: jax.Array, size: int) -> jax.Array:
@@ -56,10 +56,14 @@ def permutation_mixture(logits: jax.Array, size: int) -> jax.Array:
 
     logits: [m!, ...], in the order of itertools.permutations, the identity first; size: m.
     """
-    weights = jax.nn.softmax(logits, axis=0)
-    permutations = jnp.asarray(list(itertools.permutations(range(size))))
-    matrices = jax.nn.one_hot(permutations, size, dtype=weights.dtype)  # [m!, m, m]
-    return jnp.einsum("p...,pij->ij...", weights, matrices, precision="highest")
+    weights = jnp.split(jax.nn.softmax(logits, axis=0), len(logits))
+    permutations = list(itertools.permutations(range(size)))
+
+    def entry(i: int, j: int):
+        return sum(w for w, order in zip(weights, permutations, strict=True) if order[i] == j)
+
+    entries = [entry(i, j) for i in range(size) for j in range(size)]
+    return jnp.concatenate(entries).reshape(size, size, *logits.shape[1:])
 
 
 def near_identity(key, shape, dtype) -> jax.Array:
@@ -84,6 +88,7 @@ class MHC(StreamResidual):
     """
 
     name = "mhc"
+    projections = ("phi",)
     positive = ("eps", "streams", "sinkhorn_rounds", "stream_eps")
     sinkhorn_rounds: int = 20
     """Alternations of row and column normalisation, the softmax counted as the first half one."""
@@ -119,12 +124,12 @@ class MHC(StreamResidual):
     def columns(self, params):
         return params["phi"].reshape(self.streams, -1, params["phi"].shape[-1])
 
-    def weigh(self, params, products, squares):
+    def weigh(self, gates, products, squares):
         m, mix = self.streams, _normalised(products, squares, self.stream_eps)
-        bias = beside(params["b"], mix)
-        read = jax.nn.sigmoid(params["alpha_pre"] * mix[:m] + bias[:m])
-        write = 2 * jax.nn.sigmoid(params["alpha_post"] * mix[m : 2 * m] + bias[m : 2 * m])
-        logits = params["alpha_res"] * mix[2 * m :] + bias[2 * m :]
+        bias = gates["b"]
+        read = jax.nn.sigmoid(gates["alpha_pre"] * mix[:m] + bias[:m])
+        write = 2 * jax.nn.sigmoid(gates["alpha_post"] * mix[m : 2 * m] + bias[m : 2 * m])
+        logits = gates["alpha_res"] * mix[2 * m :] + bias[2 * m :]
         logits = logits.reshape(m, m, *logits.shape[1:])
         return read, write, sinkhorn(logits, self.sinkhorn_rounds, self.sinkhorn_delta)
 
@@ -150,6 +155,8 @@ class MHC(StreamResidual):
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _ProjectedMHC(StreamResidual):
     """mHC with one projection a purpose. Subclasses say what the transport is made from."""
+
+    projections = tuple(f"{name}_dynamic_proj" for name in PURPOSES)
 
     @property
     def transport_shape(self) -> tuple[int, ...]:
@@ -187,16 +194,16 @@ class _ProjectedMHC(StreamResidual):
         side_by_side = jnp.concatenate(matrices, axis=-1)
         return side_by_side.reshape(self.streams, -1, side_by_side.shape[-1])
 
-    def weigh(self, params, products, squares):
+    def weigh(self, gates, products, squares):
         m = self.streams
         parts = jnp.split(_normalised(products, squares, 1e-8), [m, 2 * m])
+        shapes = (m,), (m,), self.transport_shape
 
-        def logits(name: str, part: jax.Array) -> jax.Array:
-            bias = params[f"{name}_bias"]
-            part = part.reshape(*bias.shape, *part.shape[1:])
-            return params[f"{name}_gate"] * part + beside(bias, part)
+        def logits(name: str, part: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+            part = part.reshape(*shape, *part.shape[1:])
+            return gates[f"{name}_gate"] * part + gates[f"{name}_bias"]
 
-        pre, post, residual = map(logits, PURPOSES, parts)
+        pre, post, residual = map(logits, PURPOSES, parts, shapes)
         transport = jnp.swapaxes(self.transport(residual), 0, 1)
         return jax.nn.sigmoid(pre), 2 * jax.nn.sigmoid(post), transport
 
@@ -295,16 +302,17 @@ class MHCStatic(StreamResidual):
             "H_res_logits": Parameter((m, m), near_identity, decay="never", float32=True),
         }
 
-    def weigh(self, params, products, squares):
-        tokens = squares[0]
-
+    def weigh(self, gates, products, squares):
         def for_all_tokens(weights: jax.Array) -> jax.Array:
-            shape = (*weights.shape, *tokens.shape)
-            return jnp.broadcast_to(weights.reshape(*weights.shape, *[1] * tokens.ndim), shape)
+            small = weights.ndim - squares.ndim + 1
+            return jnp.broadcast_to(weights, (*weights.shape[:small], *squares.shape[1:]))
 
-        read, write = (jax.nn.softmax(params[f"H_{name}_logits"]) for name in ("pre", "post"))
-        transport = log_sinkhorn(params["H_res_logits"] / self.sinkhorn_tau, self.sinkhorn_rounds)
-        return for_all_tokens(read), for_all_tokens(write), for_all_tokens(transport.T)
+        read, write = (
+            jax.nn.softmax(gates[f"H_{name}_logits"], axis=0) for name in ("pre", "post")
+        )
+        transport = log_sinkhorn(gates["H_res_logits"] / self.sinkhorn_tau, self.sinkhorn_rounds)
+        transport = jnp.swapaxes(transport, 0, 1)
+        return for_all_tokens(read), for_all_tokens(write), for_all_tokens(transport)
 
     def flops_per_token(self, layers, width):
         """A sublayer: 2 m (m + 1) D for read and transport, 2 m D for the write."""

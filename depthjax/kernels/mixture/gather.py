@@ -9,8 +9,8 @@ With a_ji the weight of source i in reader j, kept as a log-sum-exp, and delta_j
     dv_i = sum_j a_ji c_j + rho_i (sum_j g_ji u_j - n_i sum_j g_ji e_ji / D)
     du_j = sum over tokens and i of g_ji n_i
 
-Reads end at the smallest of a few static sizes that holds all live rows: XLA fuses no loop over a
-traced number of rows.
+The XLA forms read to the end of the smallest of a few static sizes that holds all live rows: XLA
+fuses no loop over a traced number of rows. The TPU kernels read the live rows alone, each once.
 """
 
 from collections.abc import Callable
@@ -19,6 +19,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from depthjax.kernels.choice import Implementation, choose
+from depthjax.kernels.mixture import sharded, tiles
 from depthjax.kernels.mixture.read import live_rows, score
 from depthjax.kernels.rms_norm import at_least_float32
 
@@ -42,9 +44,18 @@ def over_prefix(rows: int, count: jax.Array, make: Callable[[int], Callable], *o
     return jax.lax.switch(index, [make(size) for size in sizes], *operands)
 
 
-def mix_rows(rows, count, direction, eps) -> tuple[jax.Array, jax.Array]:
+def mix_rows(
+    rows: jax.Array,
+    count: jax.Array | int,
+    direction: jax.Array,
+    eps: jax.Array | float,
+    *,
+    implementation: Implementation = None,
+) -> tuple[jax.Array, jax.Array]:
     """(mixture [..., D], log-sum-exp [...]), in at least fp32, of the first `count` of rows
     [N, ..., D] under direction [D]. Has no gradient of its own."""
+    if choose(implementation, tpu=tiles.fits(rows), gpu=False) == "mosaic_tpu":
+        return sharded.mix(rows, count, None, direction, eps)
 
     def make(size):
         def mix(rows):
@@ -58,14 +69,33 @@ def mix_rows(rows, count, direction, eps) -> tuple[jax.Array, jax.Array]:
     return over_prefix(rows.shape[0], count, make, rows)
 
 
-def gather_rows(rows, index, last, directions, lse, delta, eps) -> tuple[jax.Array, jax.Array]:
-    """(dv [..., D], du [N, D]) of source `index`, in at least fp32; du: its share in those of all
-    readers.
+def gather_rows(
+    rows: jax.Array,
+    index: jax.Array | int,
+    last: jax.Array,
+    directions: jax.Array,
+    lse: jax.Array,
+    delta: jax.Array,
+    eps: jax.Array | float,
+    *,
+    dtype: jax.typing.DTypeLike | None = None,
+    implementation: Implementation = None,
+) -> tuple[jax.Array, jax.Array]:
+    """(dv [..., D] of `dtype`, du [N, D]) of source `index`; du: its share in those of all readers.
 
     rows: [N, ..., D], the sources 0..index, and behind them in row j + 1 the cotangent of reader
     j's mixture, for j = index..N-2; last: [..., D], that of the last reader, N - 1. directions:
     [N, D]; lse, delta: [N, ...], of the readers; entries of readers before `index` are not used.
+    dtype None: as the sums are, in at least fp32.
     """
+    if choose(implementation, tpu=tiles.fits(rows, last), gpu=False) == "mosaic_tpu":
+        dtype = jnp.float32 if dtype is None else dtype
+        return sharded.gather(rows, index, last, directions, lse, delta, eps, dtype)
+    dv, du = _gather(rows, index, last, directions, lse, delta, eps)
+    return dv if dtype is None else dv.astype(dtype), du
+
+
+def _gather(rows, index, last, directions, lse, delta, eps):
     readers, width = rows.shape[0], rows.shape[-1]
     v = at_least_float32(jax.lax.dynamic_index_in_dim(rows, index, 0, keepdims=False))
     rho = jax.lax.rsqrt(jnp.mean(v * v, axis=-1) + eps)

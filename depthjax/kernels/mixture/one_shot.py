@@ -7,9 +7,14 @@ arXiv 2603.15031; the query and the key scale enter only as their product):
     p   = softmax_i(e),      z = sum_i p_i v_i
 """
 
+import functools
+from collections.abc import Sequence
+
 import jax
 import jax.numpy as jnp
 
+from depthjax.kernels.choice import Implementation, choose
+from depthjax.kernels.mixture import sharded, tiles
 from depthjax.kernels.rms_norm import at_least_float32, rms_norm
 
 
@@ -76,7 +81,7 @@ def depth_weights(
 
 
 def depth_mix(
-    sources: jax.Array,
+    sources: jax.Array | Sequence[jax.Array],
     query: jax.Array,
     key_scale: jax.Array | None = None,
     *,
@@ -86,18 +91,72 @@ def depth_mix(
     bias: jax.Array | None = None,
     keep: jax.Array | int | None = None,
     output_scale: jax.Array | None = None,
+    implementation: Implementation = None,
 ) -> jax.Array:
     """Mixes depth sources with one learned query.
 
-    sources: [N, ..., D]; query, key_scale (None: ones): [D]; count: rows 0..count-1 are live
-    (None: all N); newest: one more source [..., D] outside the buffer; bias [N (+ 1)]: added to
-    the logits in order of age, so that `newest` takes the entry after the live rows; keep: so many
-    of the largest logits stay in the softmax, of equal ones the older; output_scale [D]: the
-    RMSNorm that follows the mixture, taken in the same precision and with the same eps.
-    Returns [..., D] in the dtype of the sources. Statistics, softmax and sum are in at least fp32,
-    rounded once at the end. At least one source must be live. Reads each source twice.
+    sources: [N, ..., D], or N arrays [..., D], which are stacked; query, key_scale (None: ones):
+    [D]; count: rows 0..count-1 are live (None: all N); newest: one more source [..., D] outside the
+    buffer; bias [N (+ 1)]: added to the logits in order of age, so that `newest` takes the entry
+    after the live rows; keep: so many of the largest logits stay in the softmax, of equal ones the
+    older; output_scale [D]: the RMSNorm that follows the mixture, taken in the same precision and
+    with the same eps. Returns [..., D] in the dtype of the sources. Statistics, softmax and sum are
+    in at least fp32, rounded once at the end. At least one source must be live.
+
+    Implementations: "xla", which reads each source twice, and "mosaic_tpu", of bfloat16 or fp32
+    sources without bias and keep, which reads each live source once forward and once backward, and
+    has no forward-mode derivative. Raises ValueError where shapes do not go together.
     """
+    if not hasattr(sources, "ndim"):
+        sources = jnp.stack(list(sources))
+    given = {"key_scale": key_scale, "output_scale": output_scale}
+    _check(sources, newest, bias, {"query": query, **given})
+    takes = bias is None and keep is None and tiles.fits(sources, newest)
+    if choose(implementation, tpu=takes, gpu=False) == "mosaic_tpu":
+        if bias is not None or keep is not None:
+            raise ValueError("bias and keep are given: only implementation='xla' takes them")
+        direction = at_least_float32(query)
+        if key_scale is not None:
+            direction = direction * at_least_float32(key_scale)
+        return _mix_on_tpu(count is None, sources, newest, direction, output_scale, count, eps)
     _, mixture = _mix(sources, query, key_scale, count, newest, eps, bias, keep)
     if output_scale is not None:
         mixture = rms_norm(mixture, output_scale, eps)
     return mixture.astype(sources.dtype)
+
+
+def _check(sources, newest, bias, vectors) -> None:
+    """Raises ValueError with one sentence where a shape does not go with that of the sources."""
+    if sources.ndim < 2 or not sources.shape[0]:
+        raise ValueError(f"sources has shape {sources.shape}: give [N, ..., D] with N at least 1")
+    wanted = {name: (array, sources.shape[-1:]) for name, array in vectors.items()}
+    wanted["newest"] = newest, sources.shape[1:]
+    wanted["bias"] = bias, (sources.shape[0] + (newest is not None),)
+    for name, (array, shape) in wanted.items():
+        if array is not None and array.shape != shape:
+            raise ValueError(
+                f"{name} has shape {array.shape}, but sources of shape {sources.shape} need {shape}"
+            )
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _mix_on_tpu(whole, sources, newest, direction, scale, count, eps):
+    """whole: all rows are live, and count is None."""
+    count = sources.shape[0] if whole else count
+    return sharded.mix(sources, count, newest, direction, eps, scale, sources.dtype)[0]
+
+
+def _mix_on_tpu_forward(whole, *arguments):
+    return _mix_on_tpu(whole, *arguments), arguments
+
+
+def _mix_on_tpu_backward(whole, arguments, cotangent):
+    sources, newest, direction, scale, count, eps = arguments
+    count, d_sources = (sources.shape[0], None) if whole else (count, jnp.zeros_like(sources))
+    arrays = sources, count, newest, direction, eps, scale, cotangent, d_sources
+    found = sharded.mix_backward(*arrays)
+    d_scale = None if scale is None else found.scale.astype(scale.dtype)
+    return found.rows, found.newest, found.direction.astype(direction.dtype), d_scale, None, None
+
+
+_mix_on_tpu.defvjp(_mix_on_tpu_forward, _mix_on_tpu_backward)

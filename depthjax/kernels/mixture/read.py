@@ -12,7 +12,61 @@ over the first `count` rows v_i of a buffer and one source outside of it (Attent
 import jax
 import jax.numpy as jnp
 
-from depthjax.kernels.rms_norm import at_least_float32
+from depthjax.kernels.choice import Implementation, choose
+from depthjax.kernels.mixture import sharded, tiles
+from depthjax.kernels.rms_norm import at_least_float32, rms_norm
+
+
+def depth_read(
+    history: jax.Array,
+    newest: jax.Array,
+    direction: jax.Array,
+    count: jax.Array | int,
+    eps: jax.Array | float,
+    output_scale: jax.Array | None = None,
+    *,
+    implementation: Implementation = None,
+) -> tuple[jax.Array, jax.Array]:
+    """(mixture, history): one query mixes the live rows of a buffer and one more source.
+
+    history: [N, ..., D], of which rows 0..count-1 are live, and the others, whatever they hold, are
+    not seen; newest: [..., D]; direction: [D], query times key scale, in at least fp32. The mixture
+    [..., D] is in at least fp32; with the scale [D] of the RMSNorm that follows it, of the same
+    eps, it comes out normalised and rounded to the dtype of `newest`. The history comes back so
+    that its cotangent passes through: the backward pass adds to it in place, in the live rows.
+
+    Implementations: "xla", which keeps two numbers a token and source and reads dead rows, and
+    "mosaic_tpu", of bfloat16 or fp32 sources, which keeps nothing and moves each live source once
+    each way; it has no forward-mode derivative.
+    """
+    takes = tiles.fits(history, newest)
+    if choose(implementation, tpu=takes, gpu=False) == "mosaic_tpu":
+        return _read_on_tpu(history, newest, direction, output_scale, count, eps)
+    mixture, history = _read(history, newest, direction, count, eps)
+    if output_scale is not None:
+        mixture = rms_norm(mixture, output_scale, eps).astype(newest.dtype)
+    return mixture, history
+
+
+@jax.custom_vjp
+def _read_on_tpu(history, newest, direction, scale, count, eps):
+    dtype = jnp.float32 if scale is None else newest.dtype
+    return sharded.mix(history, count, newest, direction, eps, scale, dtype)[0], history
+
+
+def _read_on_tpu_forward(*arguments):
+    return _read_on_tpu(*arguments), arguments
+
+
+def _read_on_tpu_backward(arguments, cotangents):
+    history, newest, direction, scale, count, eps = arguments
+    c, d_history = cotangents
+    found = sharded.mix_backward(history, count, newest, direction, eps, scale, c, d_history)
+    d_scale = None if scale is None else found.scale.astype(scale.dtype)
+    return found.rows, found.newest, found.direction.astype(direction.dtype), d_scale, None, None
+
+
+_read_on_tpu.defvjp(_read_on_tpu_forward, _read_on_tpu_backward)
 
 
 def score(v: jax.Array, u: jax.Array, eps) -> tuple[jax.Array, jax.Array]:
@@ -32,14 +86,7 @@ def _widen(x: jax.Array, rows: int, fill: float) -> jax.Array:
 
 
 @jax.custom_vjp
-def depth_read(history, newest, direction, count, eps):
-    """(mixture, history): one query mixes the live rows of a buffer and one more source.
-
-    history: [N, ..., D], of which rows 0..count-1 are live, and the others, whatever they hold, are
-    not seen; newest: [..., D]; direction: [D], query times key scale, in at least fp32. The mixture
-    [..., D] is in at least fp32. The history comes back so that its cotangent passes through: the
-    backward pass adds to it in place. Keeps two numbers a token and source.
-    """
+def _read(history, newest, direction, count, eps):
     return _forward(history, newest, direction, count, eps)[0]
 
 
@@ -80,4 +127,4 @@ def _backward(kept, cotangents):
     return d_history, d_own.astype(newest.dtype), du.astype(u.dtype), None, None
 
 
-depth_read.defvjp(_forward, _backward)
+_read.defvjp(_forward, _backward)

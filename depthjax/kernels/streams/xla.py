@@ -1,38 +1,12 @@
-"""Several residual streams, read and mixed with weights of every token.
-
-Streams lie along the leading axis and tokens come last in all small arrays: on a TPU an axis of 4
-at the end would be padded to whole tiles.
-"""
+"""Reading and mixing streams, as XLA does it; see `read_streams`."""
 
 import functools
-from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from depthjax.kernels.rms_norm import at_least_float32, rms_norm
-
-Weigh = Callable[[Any, jax.Array | None, jax.Array], tuple[jax.Array, jax.Array, jax.Array]]
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def read_streams(
-    weigh: Weigh,
-    eps: float,
-    params: Any,
-    columns: jax.Array | None,
-    scale: jax.Array,
-    streams: jax.Array,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """(rms_norm(sum_j read_j H_j) [..., D], sum_j transport_tj H_j [m, ..., D], write) of streams H
-    [m, ..., D], the first two in their dtype, rounded once.
-
-    weigh(params, *stream_products(H, columns)) gives read [m, ...], write and transport [m, m, ...]
-    in at least fp32. The backward pass (one, in reverse) keeps the streams as they are and their
-    products, and computes the rest again.
-    """
-    return _forward(weigh, eps, params, columns, scale, streams)[0]
+from depthjax.kernels.streams.spelling import beside
 
 
 def stream_products(
@@ -101,18 +75,21 @@ def _weighted(weights, streams):
     return jax.lax.platform_dependent(weights, streams, cpu=product, default=spelled)
 
 
-def _forward(weigh, eps, params, columns, scale, streams):
+def forward(weigh, eps, gates, columns, scale, streams):
+    """((x, mixed, write), what the backward pass needs beside its arguments)."""
     products, squares = stream_products(streams, columns)
-    read, write, transport = weigh(params, products, squares)
+    read, write, transport = weigh(beside(gates, streams.ndim - 2), products, squares)
     x = rms_norm(_weighted(read, streams), scale, eps).astype(streams.dtype)
     mixed = _weighted(jnp.swapaxes(transport, 0, 1), streams).astype(streams.dtype)
-    return (x, mixed, write), (params, columns, scale, streams, products, squares)
+    return (x, mixed, write), (products, squares)
 
 
-def _backward(weigh, eps, kept, cotangents):
-    params, columns, scale, streams, products, squares = kept
-    by_x, by_mixed, by_write = cotangents
-    (read, _, transport), pull = jax.vjp(weigh, params, products, squares)
+def backward(weigh, eps, gates, columns, scale, streams, small, by_x, by_mixed, by_write):
+    """The cotangents of gates, columns, scale and streams, in at least fp32 but for the last."""
+    tokens = streams.ndim - 2
+    (read, _, transport), pull = jax.vjp(
+        lambda gates, *small: weigh(beside(gates, tokens), *small), gates, *small
+    )
     x, pull_norm = jax.vjp(
         lambda x, scale: rms_norm(x, scale, eps), _weighted(read, streams), scale
     )
@@ -123,15 +100,15 @@ def _backward(weigh, eps, kept, cotangents):
     by_transport = jnp.stack(
         [jnp.stack([jnp.sum(at_least_float32(new) * old, -1) for old in wide]) for new in by_mixed]
     )
-    by_params, by_products, by_squares = pull((by_read, by_write, by_transport))
+    by_gates, by_products, by_squares = pull((by_read, by_write, by_transport))
 
     by_streams = read[..., None] * by_x + _weighted(transport, by_mixed)
     by_streams += (by_squares * (2 / streams.shape[-1]))[..., None] * at_least_float32(streams)
     by_columns = None
     if columns is not None:
-        by_columns = _by_columns(by_products, streams, columns.ndim).astype(columns.dtype)
+        by_columns = _by_columns(by_products, streams, columns.ndim)
         by_streams += _by_products(by_products, columns.astype(by_products.dtype))
-    return by_params, by_columns, by_scale, by_streams.astype(streams.dtype)
+    return by_gates, by_columns, by_scale, by_streams.astype(streams.dtype)
 
 
 def _by_columns(by_products, streams, ndim):
@@ -152,6 +129,3 @@ def _by_products(by_products, columns):
     spread = (own * by_products).reshape(m, m * c, *by_products.shape[1:])
     rows = jnp.swapaxes(columns, 1, 2).reshape(m * c, -1)
     return jnp.einsum("mc...,cd->m...d", spread, rows, precision="highest")
-
-
-read_streams.defvjp(_forward, _backward)

@@ -1,0 +1,289 @@
+"""Checks every Mosaic GPU kernel against float64, and times it against XLA's form.
+
+    python benchmarks/gpu_check.py            on a GPU from Hopper on: values, times, bandwidth
+    python benchmarks/gpu_check.py --dry-run  with jax 0.12 anywhere: values, in a simulation
+
+A line a kernel and width: the largest error over the largest value of each result, the time, the
+share of the memory's bandwidth in bytes that the kernel has to move, and the gain, XLA's
+time over the kernel's. Ends with status 1 where a value is wrong.
+"""
+
+import argparse
+import dataclasses
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from depthjax.kernels.mosaic_gpu import gather, mixture, queries, queries_backward, two_phase
+
+EPS, EPS_OUT = 1e-6, 1e-5
+ROWS, LIVE, QUERIES = 9, 8, 8
+SOURCE = 1  # whose cotangent is gathered
+PEAKS = {"H100": 3352e9, "H200": 4800e9}  # bytes a second, NVIDIA's data sheets (SXM)
+TOLERANCE = 1e-2
+"""Of results rounded to bf16 once, 2^-8 of a value, beside the largest value of an array."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A kernel and its equations.
+
+    inputs(T, D): arrays; kernel(interpret, *arrays) and reference(*arrays): the same results;
+    moved: rows [T, D] of bf16 that the kernel has to move; carry: which array the first result
+    replaces in place.
+    """
+
+    name: str
+    inputs: Callable[[int, int], tuple]
+    kernel: Callable[..., Any]
+    reference: Callable[..., Any]
+    moved: float
+    carry: int | None = None
+
+
+def normal(seed: int, *shape: int, dtype: Any = jnp.bfloat16) -> jax.Array:
+    return jax.random.normal(jax.random.key(seed), shape, dtype)
+
+
+def wide(seed: int, *shape: int) -> jax.Array:
+    return normal(seed, *shape, dtype=jnp.float32)
+
+
+def up(x: jax.Array) -> jax.Array:
+    return x.astype(jnp.promote_types(x.dtype, jnp.float32))
+
+
+def rms(x: jax.Array, eps: float) -> jax.Array:
+    return x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + eps)
+
+
+def naive_phase_one(rows, directions):
+    v = up(rows[:LIVE])
+    e = jnp.einsum("ntd,sd->snt", rms(v, EPS), directions, precision="highest")
+    return jnp.einsum("snt,ntd->std", jax.nn.softmax(e, axis=1), v), jax.nn.logsumexp(e, axis=1)
+
+
+def naive_phase_one_backward(rows, directions, _, cotangents, d_lse, d_rows):
+    _, pull = jax.vjp(naive_phase_one, up(rows), directions)
+    by_rows, du = pull((up(cotangents), d_lse))
+    return d_rows + by_rows, du
+
+
+def naive_mix(rows, newest, u, scale):
+    v = jnp.concatenate([up(rows[:LIVE]), up(newest)[None]])
+    e = jnp.sum(rms(v, EPS) * u, axis=-1)
+    z = jnp.sum(jax.nn.softmax(e, axis=0)[..., None] * v, axis=0)
+    return rms(z, EPS_OUT) * scale, jax.nn.logsumexp(e, axis=0)
+
+
+def naive_mix_backward(rows, newest, u, scale, cotangent, d_rows):
+    (_, lse), pull = jax.vjp(naive_mix, *map(up, (rows, newest, u, scale)))
+    by_rows, *rest = pull((up(cotangent), jnp.zeros_like(lse)))
+    return d_rows + by_rows, *rest
+
+
+def naive_merge(p, mixture, lse, u, scale):
+    w = jax.nn.sigmoid(jnp.sum(rms(up(p), EPS) * u, axis=-1) - lse)[..., None]
+    return rms(up(mixture) + w * (up(p) - up(mixture)), EPS_OUT) * scale, p
+
+
+def open_and_merge(open_sum, branch, *rest):
+    return naive_merge(stored(open_sum + branch), *rest)
+
+
+def naive_merge_backward(open_sum, branch, mixture, lse, u, scale, d_x, d_p):
+    at = map(up, (stored(open_sum + branch), mixture, lse, u, scale))
+    return jax.vjp(naive_merge, *at)[1]((up(d_x), up(d_p)))
+
+
+def stored(p):
+    """p as the kernels store it, in bf16."""
+    return p.astype(jnp.bfloat16).astype(p.dtype)
+
+
+def naive_gather(rows, last, directions, lse, delta):
+    index = SOURCE
+    cotangents = jnp.concatenate([up(rows[index + 1 :]), up(last)[None]])
+
+    def logits(v, directions):
+        return jnp.einsum("td,jd->jt", rms(v, EPS), directions, precision="highest")
+
+    v = up(rows[index])
+    a = jnp.exp(logits(v, directions[index:]) - lse[index:])
+    g = a * (jnp.sum(cotangents * v, axis=-1) - delta[index:])
+    by_v, du = jax.vjp(logits, v, directions[index:])[1](g)
+    return jnp.sum(a[..., None] * cotangents, axis=0) + by_v, jnp.pad(du, [(index, 0), (0, 0)])
+
+
+def mix_inputs(tokens, width):
+    directions = 0.02 * wide(2, width), 1 + 0.1 * wide(3, width)
+    return normal(0, ROWS, tokens, width), normal(1, tokens, width), *directions
+
+
+def merge_inputs(tokens, width):
+    rows = (normal(seed, tokens, width) for seed in range(3))
+    return *rows, 2 + wide(3, tokens), 0.02 * wide(4, width), 1 + 0.1 * wide(5, width)
+
+
+def gather_inputs(tokens, width):
+    rows, last = normal(0, ROWS, tokens, width), normal(1, tokens, width)
+    lse, delta = 2 + wide(3, ROWS, tokens), wide(4, ROWS, tokens)
+    return rows, last, 0.02 * wide(2, ROWS, width), lse, delta
+
+
+def phase_one_inputs(tokens, width):
+    return normal(0, ROWS, tokens, width), 0.02 * wide(1, QUERIES, width)
+
+
+def phase_one_backward_inputs(tokens, width):
+    rows, directions = phase_one_inputs(tokens, width)
+    _, lse = naive_phase_one(rows, directions)
+    cotangents = normal(2, QUERIES, tokens, width), wide(3, QUERIES, tokens)
+    return rows, directions, lse, *cotangents, wide(4, ROWS, tokens, width)
+
+
+CASES = (
+    Case(
+        "mix, norm",
+        mix_inputs,
+        lambda run, rows, newest, u, scale: mixture.mix(
+            rows, LIVE, newest, u, EPS, (scale, EPS_OUT), interpret=run
+        ),
+        naive_mix,
+        moved=LIVE + 2,
+    ),
+    Case(
+        "mix backward",
+        lambda *sizes: (*mix_inputs(*sizes), normal(5, *sizes), wide(6, ROWS, *sizes)),
+        lambda run, rows, newest, u, scale, c, d_rows: mixture.mix_backward(
+            rows, LIVE, newest, u, EPS, (scale, EPS_OUT), c, d_rows, interpret=run
+        ),
+        naive_mix_backward,
+        moved=5 * LIVE + 3,
+        carry=5,
+    ),
+    Case(
+        "phase 1",
+        phase_one_inputs,
+        lambda run, rows, u: queries.phase_one(rows, LIVE, u, EPS, interpret=run),
+        naive_phase_one,
+        moved=LIVE + QUERIES,
+    ),
+    Case(
+        "phase 1 backward",
+        phase_one_backward_inputs,
+        lambda run, rows, u, lse, c, d_lse, d_rows: queries_backward.phase_one_backward(
+            rows, LIVE, u, EPS, lse, (c, d_lse), d_rows, interpret=run
+        ),
+        naive_phase_one_backward,
+        moved=5 * LIVE + QUERIES,
+        carry=5,
+    ),
+    Case(
+        "phase 2",
+        merge_inputs,
+        lambda run, *arrays: two_phase.merge(
+            *arrays[:2], False, *arrays[2:], (EPS, EPS_OUT), interpret=run
+        ),
+        open_and_merge,
+        moved=5,
+    ),
+    Case(
+        "phase 2 backward",
+        lambda *sizes: (*merge_inputs(*sizes), normal(6, *sizes), normal(7, *sizes)),
+        lambda run, open_sum, branch, z, lse, u, scale, d_x, d_p: two_phase.merge_backward(
+            open_sum, branch, False, z, lse, (u, scale), (EPS, EPS_OUT), (d_x, d_p), interpret=run
+        ),
+        naive_merge_backward,
+        moved=7,
+    ),
+    Case(
+        "gather",
+        gather_inputs,
+        lambda run, rows, last, *rest: gather.gather_rows(
+            rows, SOURCE, last, *rest, EPS, interpret=run
+        ),
+        naive_gather,
+        moved=ROWS - SOURCE + 3,
+    ),
+)
+
+
+def worst_error(case: Case, tokens: int, width: int, interpret: Any) -> float:
+    """The largest error beside the largest value, over the results, against float64 on the CPU."""
+    arrays = case.inputs(tokens, width)
+    actual = jax.tree.map(np.asarray, jax.jit(lambda *x: case.kernel(interpret, *x))(*arrays))
+    exact = [np.asarray(x, np.float64) for x in arrays]
+    with jax.enable_x64(True), jax.default_device(jax.devices("cpu")[0]):
+        expected = jax.tree.map(np.asarray, jax.jit(case.reference)(*exact))
+    pairs = zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True)
+    return max(_error(np.asarray(got, np.float64), wanted) for got, wanted in pairs)
+
+
+def _error(got, wanted) -> float:
+    if not np.all(np.isfinite(got)):
+        return float("inf")
+    return float(np.max(np.abs(got - wanted)) / np.max(np.abs(wanted)))
+
+
+def seconds(function: Callable, arrays: tuple, carry: int | None, calls: int = 20) -> float:
+    """A call's time, from many in a row, where the first result may replace an argument."""
+    compiled = jax.jit(function, donate_argnums=() if carry is None else (carry,))
+    arrays = list(arrays)
+    if carry is not None:
+        arrays[carry] = jnp.copy(arrays[carry])
+
+    def run(times):
+        for _ in range(times):
+            out = compiled(*arrays)
+            if carry is not None:
+                arrays[carry] = out[0]
+        jax.block_until_ready(out)
+
+    run(3)
+    start = time.perf_counter()
+    run(calls)
+    return (time.perf_counter() - start) / calls
+
+
+def timings(case: Case, tokens: int, width: int, peak: float) -> str:
+    arrays = case.inputs(tokens, width)
+    ours = seconds(lambda *x: case.kernel(None, *x), arrays, case.carry)
+    xla = seconds(case.reference, arrays, case.carry)
+    rate = case.moved * tokens * width * 2 / ours
+    return f"{ours * 1e6:9.0f}  {rate / 1e9:8.0f}  {rate / peak:6.0%}  {xla / ours:10.2f}"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--dry-run", action="store_true", help="simulated, values alone")
+    parser.add_argument("--tokens", type=int, default=8192, help="of the timings")
+    options = parser.parse_args()
+    if not options.dry_run and jax.default_backend() != "gpu":
+        parser.error("there is no GPU here: --dry-run")
+    interpret = plgpu.InterpretGPUParams(detect_races=True) if options.dry_run else None
+    kind = "simulated" if options.dry_run else jax.devices()[0].device_kind
+    peak = next((rate for name, rate in PEAKS.items() if name in kind), PEAKS["H100"])
+    print(f"jax {jax.__version__}, {kind}, {LIVE} live rows, {QUERIES} queries, bf16")
+    print(
+        f"{'kernel':18}{'D':>6}  {'error':>8}  {'us':>9}  {'GB/s':>8}  {'share':>6}  {'gain':>10}"
+    )
+    failed = False
+    for width in (256,) if options.dry_run else (1024, 4096, 7168):
+        for case in CASES:
+            error = worst_error(case, 3 if options.dry_run else 257, width, interpret)
+            times = "" if options.dry_run else timings(case, options.tokens, width, peak)
+            failed |= error > TOLERANCE
+            mark = "  WRONG" if error > TOLERANCE else ""
+            print(f"{case.name:18}{width:6}  {error:8.1e}  {times}{mark}", flush=True)
+    return int(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,88 @@
+"""The TPU kernels on arrays of any number of token axes, each device on its own rows of a batch."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from depthjax.kernels.mixture import mosaic_tpu, mosaic_tpu_backward, mosaic_tpu_gather
+from depthjax.kernels.mixture.mosaic_tpu_backward import Cotangents
+from depthjax.kernels.over_mesh import over_batch
+
+
+def mix(rows, count, newest, direction, eps, scale=None, dtype=jnp.float32):
+    """`mosaic_tpu.mix` of rows [N, ..., D] and newest [..., D]: ([..., D], [...])."""
+    shape = rows.shape[1:]
+
+    def local(axes, rows, newest, *others):
+        out, lse = _mix(_flat(rows, 1), _flat(newest, 0), *others)
+        return out.reshape(*rows.shape[1:]), lse.reshape(rows.shape[1:-1])
+
+    def _mix(rows, newest, direction, eps, scale, count=count):
+        return mosaic_tpu.mix(rows, count, newest, direction, eps, scale, dtype)
+
+    given = (*_with_batch(rows, newest), direction, jnp.asarray(eps), scale)
+    axes, (given, count_axis) = (1, 0, None, None, None), _and_count(given, count)
+    run = over_batch(local, given[0].shape[1], (*axes, *count_axis), (0, 0), kernel=True)
+    out, lse = run(*given)
+    return out.reshape(shape), lse.reshape(shape[:-1])
+
+
+def mix_backward(rows, count, newest, direction, eps, scale, cotangent, d_rows) -> Cotangents:
+    """`mosaic_tpu_backward.mix_backward` of rows and d_rows [N, ..., D], newest and cotangent
+    [..., D]."""
+    shape = rows.shape
+
+    def local(axes, rows, newest, cotangent, d_rows, direction, eps, scale, count=count):
+        flat = _flat(rows, 1), count, _flat(newest, 0), direction, eps, scale
+        found = mosaic_tpu_backward.mix_backward(*flat, _flat(cotangent, 0), _flat(d_rows, 1))
+        sums = tuple(_sum_over(axes, x) for x in (found.direction, found.scale))
+        own = None if newest is None else found.newest.reshape(newest.shape)
+        return Cotangents(found.rows.reshape(rows.shape), own, *sums)
+
+    arrays = [*_with_batch(rows, newest), *reversed(_with_batch(d_rows, cotangent))]
+    given, count_axis = _and_count((*arrays, direction, jnp.asarray(eps), scale), count)
+    in_axes, out_axes = (1, 0, 0, 1, None, None, None, *count_axis), Cotangents(1, 0, None, None)
+    found = over_batch(local, given[0].shape[1], in_axes, out_axes, kernel=True)(*given)
+    own = None if newest is None else found.newest.reshape(newest.shape)
+    return found._replace(rows=found.rows.reshape(shape), newest=own)
+
+
+def gather(rows, index, last, directions, lse, delta, eps, dtype):
+    """`mosaic_tpu_gather.gather` of rows [N, ..., D], last [..., D], lse and delta [N, ...]."""
+    shape, n = rows.shape, rows.shape[0]
+    rows, last = _with_batch(rows, last)
+    batch = rows.shape[1]
+    lse, delta = (x.reshape(n, batch, -1) for x in (lse, delta))
+
+    def local(axes, rows, index, last, directions, lse, delta, eps):
+        by_reader = lse.reshape(n, -1), delta.reshape(n, -1)
+        arrays = _flat(rows, 1), index, _flat(last, 0), directions, *by_reader
+        dv, du = mosaic_tpu_gather.gather(*arrays, eps, dtype)
+        return dv.reshape(last.shape), _sum_over(axes, du)
+
+    in_axes = (1, None, 0, None, 1, 1, None)
+    run = over_batch(local, batch, in_axes, (0, None), kernel=True)
+    scalars = jnp.asarray(index, jnp.int32), jnp.asarray(eps)
+    dv, du = run(rows, scalars[0], last, directions, lse, delta, scalars[1])
+    return dv.reshape(shape[1:]), du
+
+
+def _with_batch(rows: jax.Array | None, newest: jax.Array | None) -> tuple[Any, Any]:
+    """With an axis of one token where there is none."""
+    rows = rows[:, None] if rows is not None and rows.ndim == 2 else rows
+    return rows, newest[None] if newest is not None and newest.ndim == 1 else newest
+
+
+def _and_count(given: tuple, count) -> tuple[tuple, tuple]:
+    """The arguments with a traced count as the last, and the axis that it has."""
+    return (given, ()) if isinstance(count, int) else ((*given, count), (None,))
+
+
+def _flat(x: jax.Array | None, axis: int) -> jax.Array | None:
+    """The axes from `axis` to the last but one as one."""
+    return None if x is None else x.reshape(*x.shape[:axis], -1, x.shape[-1])
+
+
+def _sum_over(axes: tuple[str, ...], x: jax.Array | None) -> jax.Array | None:
+    return jax.lax.psum(x, axes) if axes and x is not None else x

@@ -1,0 +1,71 @@
+"""The read of Hyper-Connections: streams become a branch input and mixed streams.
+
+Streams lie along the leading axis and tokens come last in all small arrays: on a TPU an axis of 4
+at the end would be padded to whole tiles.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from depthjax.kernels.choice import Implementation, choose
+from depthjax.kernels.streams import mosaic_tpu, xla
+
+Weigh = Callable[[Any, jax.Array | None, jax.Array], tuple[jax.Array, jax.Array, jax.Array]]
+
+
+def read_streams(
+    weigh: Weigh,
+    eps: float,
+    gates: Any,
+    columns: jax.Array | None,
+    scale: jax.Array,
+    streams: jax.Array,
+    *,
+    implementation: Implementation = None,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """(rms_norm(sum_j read_j H_j) [..., D], sum_j transport_tj H_j [m, ..., D], write) of streams H
+    [m, ..., D], the first two in their dtype, rounded once.
+
+    weigh(gates, *stream_products(H, columns)) gives read [m, ...], write and transport [m, m, ...]
+    in at least fp32. It does with each token the same, sees every gate with the axes of the tokens
+    behind its own (`beside`), and is spelled in moves along leading axes and element by element,
+    with `repeat` for its loops: so a kernel can run it, and differentiate it, on tokens that fill
+    whole registers.
+
+    The backward pass (one, in reverse) keeps the streams as they are and a few numbers a token, and
+    computes the rest again. On a TPU (`implementation`, see `kernels.choice`) each direction is one
+    kernel, which reads and writes every stream once.
+    """
+    fits = columns is None or columns.dtype.itemsize <= 4
+    fits = fits and streams.dtype.itemsize <= 4 and mosaic_tpu.fits(streams)
+    form = choose(implementation, tpu=fits, gpu=False)
+    if form == "mosaic_gpu":
+        raise ValueError("streams have no Mosaic form for GPUs: give 'xla' or None")
+    return _read(weigh, eps, form, gates, columns, scale, streams)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def _read(weigh, eps, form, gates, columns, scale, streams):
+    return _forward(weigh, eps, form, gates, columns, scale, streams)[0]
+
+
+def _forward(weigh, eps, form, gates, columns, scale, streams):
+    run = xla.forward if form == "xla" else mosaic_tpu.forward
+    results, small = run(weigh, eps, gates, columns, scale, streams)
+    return results, (gates, columns, scale, streams, small)
+
+
+def _backward(weigh, eps, form, kept, cotangents):
+    run = xla.backward if form == "xla" else mosaic_tpu.backward
+    by_gates, by_columns, by_scale, by_streams = run(weigh, eps, *kept, *cotangents)
+    gates, columns, scale, streams, _ = kept
+    like = (gates, columns, scale, streams)
+    results = (by_gates, by_columns, by_scale, by_streams)
+    return jax.tree.map(lambda a, b: a.astype(jnp.result_type(b)), results, like)
+
+
+_read.defvjp(_forward, _backward)

@@ -1,0 +1,133 @@
+"""The TPU kernels of streams, interpreted, against the XLA form in float64."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import tpu as pltpu
+from jax.sharding import AxisType
+
+from depthjax.kernels import read_streams
+from depthjax.kernels.streams.blocks import Blocks
+from depthjax.residuals import ATTENTION, HC, MHC, MHCLite, MHCNative, MHCStatic
+
+pytestmark = pytest.mark.jax_version
+
+FEW = {"sinkhorn_rounds": 3}  # what is spelled out takes a while to compile
+RULES = [HC(), MHC(**FEW), MHCNative(**FEW), MHCLite(streams=3), MHCStatic(**FEW)]
+
+
+def example(rule, tokens, width, dtype, batch=1):
+    """(params, streams, cotangents), the connectors moved from where they start."""
+    keys = map(functools.partial(jax.random.fold_in, jax.random.key(0)), range(100))
+
+    def moved(parameter):
+        start = parameter.init(next(keys), (1, *parameter.shape), jnp.float32)[0]
+        size = 0.3 if parameter.float32 and start.ndim < 2 else 0.3 * width**-0.5
+        return start + size * jax.random.normal(next(keys), start.shape)
+
+    params = {name: moved(p) for name, p in rule.connection(ATTENTION, width).items()}
+    params["norm"] = 1 + 0.1 * jax.random.normal(next(keys), (width,))
+    shape = (rule.streams, batch, tokens, width)
+    streams = jax.random.normal(next(keys), shape).astype(dtype)
+    shapes = shape[1:], shape, shape[:-1]
+    return params, streams, [jax.random.normal(next(keys), s).astype(dtype) for s in shapes]
+
+
+def run(rule, implementation, params, streams, cotangents):
+    """(outputs, gradients)."""
+
+    def read(params, streams):
+        gates, columns, scale = rule.gates(params), rule.columns(params), params["norm"]
+        kernel = {"implementation": implementation}
+        return read_streams(rule.weigh, rule.eps, gates, columns, scale, streams, **kernel)
+
+    outputs, pull = jax.vjp(read, params, streams)
+    cotangents = [c.astype(o.dtype) for c, o in zip(cotangents, outputs, strict=True)]
+    return outputs, pull(tuple(cotangents))
+
+
+def both(rule, *arrays):
+    """By the kernels, and by XLA in float64 of the same numbers."""
+    ours = jax.jit(functools.partial(run, rule, "mosaic_tpu"))(*arrays)
+    wide = jax.tree.map(lambda x: np.asarray(x.astype(jnp.float32), np.float64), arrays)
+    with jax.enable_x64(True):
+        return ours, jax.jit(functools.partial(run, rule, "xla"))(*jax.tree.map(jnp.asarray, wide))
+
+
+def assert_close(ours, reference, bound):
+    """Within `bound` of the largest of each array, tiny gradients of cancelling sums aside."""
+    for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(reference), strict=True):
+        largest = np.max(np.abs(b)) + 1e-2
+        np.testing.assert_allclose(np.asarray(a, np.float64), b, rtol=0, atol=bound * largest)
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name)
+def test_kernels_are_the_xla_form(rule):
+    assert_close(*both(rule, *example(rule, 32, 128, jnp.float32)), 1e-5)
+
+
+@pytest.mark.parametrize("tokens", [1, 5, 40, 150], ids=lambda n: f"{n} tokens")
+def test_any_number_of_tokens(tokens):
+    """Also those that do not fill a block, whose rest is garbage."""
+    rule = HC(streams=2)
+    assert_close(*both(rule, *example(rule, tokens, 128, jnp.float32)), 1e-5)
+
+
+@pytest.mark.parametrize("width", [72, 384, 1024])
+def test_any_width(width):
+    rule = HC(streams=2)
+    assert_close(*both(rule, *example(rule, 32, width, jnp.float32)), 1e-5)
+
+
+@pytest.mark.parametrize("magnitude", [1e-4, 1e4])
+def test_any_magnitude(magnitude):
+    rule = HC(streams=2)
+    params, streams, cotangents = example(rule, 32, 128, jnp.float32)
+    assert_close(*both(rule, params, streams * magnitude, cotangents), 2e-5)
+
+
+@pytest.mark.parametrize("rule", [HC(streams=2), MHC(streams=2, **FEW)], ids=lambda rule: rule.name)
+def test_bfloat16_streams_are_rounded_once(rule):
+    """Weights and parameter gradients are as exact as of float32 streams."""
+    ours, reference = both(rule, *example(rule, 64, 256, jnp.bfloat16))
+    (x, mixed, write), (by_params, by_streams) = ours
+    (x_, mixed_, write_), (by_params_, by_streams_) = reference
+    assert_close((x, mixed, by_streams), (x_, mixed_, by_streams_), 2**-8)
+    assert_close((write, by_params), (write_, by_params_), 1e-5)
+
+
+def test_blocks_of_several_groups():
+    """Two blocks of groups of tokens, in one sum; and two sums, as chips with two cores take."""
+    rule = HC(streams=2)
+    for tokens, blocks in ((384, 1), (2048, 2)):
+        params, streams, cotangents = example(rule, tokens, 128, jnp.float32)
+        assert Blocks.of(streams.reshape(2, -1, 128), None, 0).steps == blocks
+        assert_close(*both(rule, params, streams, cotangents), 1e-5)
+
+
+def test_kernels_over_a_mesh():
+    rule = HC(streams=2)
+    given = example(rule, 16, 128, jnp.float32, batch=4)
+    _, reference = both(rule, *given)
+    mesh = jax.make_mesh((2, 2), ("data", "tensor"), axis_types=(AxisType.Auto,) * 2)
+    with jax.set_mesh(mesh):
+        assert_close(jax.jit(functools.partial(run, rule, "mosaic_tpu"))(*given), reference, 1e-5)
+
+
+def test_no_races():
+    rule = HC(streams=2)
+    given = example(rule, 32, 128, jnp.float32)
+    with pltpu.force_tpu_interpret_mode(pltpu.InterpretParams(detect_races=True)):
+        run(rule, "mosaic_tpu", *given)
+    from jax._src.pallas.mosaic.interpret import interpret_pallas_call as interpreter
+
+    assert not interpreter.races.races_found
+
+
+def test_no_form_for_gpus():
+    rule = HC(streams=2)
+    with pytest.raises(ValueError, match="streams have no Mosaic form for GPUs"):
+        run(rule, "mosaic_gpu", *example(rule, 16, 128, jnp.float32))
