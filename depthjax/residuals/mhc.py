@@ -307,7 +307,9 @@ class MHCStatic(StreamResidual):
             small = weights.ndim - squares.ndim + 1
             return jnp.broadcast_to(weights, (*weights.shape[:small], *squares.shape[1:]))
 
-        read, write = (jax.nn.softmax(gates[f"H_{name}_logits"], axis=0) for name in ("pre", "post"))
+        read, write = (
+            jax.nn.softmax(gates[f"H_{name}_logits"], axis=0) for name in ("pre", "post")
+        )
         transport = log_sinkhorn(gates["H_res_logits"] / self.sinkhorn_tau, self.sinkhorn_rounds)
         transport = jnp.swapaxes(transport, 0, 1)
         return for_all_tokens(read), for_all_tokens(write), for_all_tokens(transport)
