@@ -2,7 +2,8 @@
 
 An instruction outside of fusions reads its operands and writes its result; what lies on the chip
 (VMEM) is free, a slice touches what it takes, and an update in place what it puts. What a kernel
-written by hand moves is taken to be its operands and results, once each.
+written by hand moves is taken to be its operands and results, once each, also where one array is
+several operands.
 """
 
 import collections
@@ -60,6 +61,8 @@ def traffic(module: Module, computation: Computation, instruction: Instruction) 
             if size
         )
         return read + _written(module, body, instruction)
+    if opcode == "custom-call":
+        sizes = dict(zip(instruction.operands, sizes, strict=True)).values()
     return sum(sizes) + instruction.hbm_bytes
 
 
