@@ -12,6 +12,7 @@ from depthjax.kernels.joint_attention import joint_attention
 from depthjax.kernels.over_mesh import platform
 from depthjax.layers.init import truncated_normal
 from depthjax.layers.rope import rope
+from depthjax.layers.tokens import merge_tokens
 
 IMPLEMENTATIONS = ("xla", "splash", "cudnn")
 
@@ -85,8 +86,11 @@ class Attention(nnx.Module):
         join the sequence in its softmax.
         """
 
+        tokens = merge_tokens(x)
+
         def project(matrix: nnx.Param) -> jax.Array:
-            return jnp.einsum("btd,dhe->bthe", x, matrix[...].astype(x.dtype))
+            y = jnp.einsum("...d,dhe->...he", tokens, matrix[...].astype(x.dtype))
+            return y.reshape(*x.shape[:2], *y.shape[-2:])
 
         query, key, value = project(self.query), project(self.key), project(self.value)
         rotated = rope(query, self.rope_theta), rope(key, self.rope_theta)
@@ -96,5 +100,5 @@ class Attention(nnx.Module):
             name = self.implementation or _implementation(x.dtype, *query.shape[1::2])
             name = "xla" if name == "cudnn" else name  # which keeps its log-sum-exp to itself
             mixed = joint_attention(*rotated, value, *ctx, implementation=name)
-        y = jnp.einsum("bthe,hed->btd", mixed, self.out[...].astype(x.dtype))
-        return y, (key, value)
+        y = jnp.einsum("...he,hed->...d", merge_tokens(mixed), self.out[...].astype(x.dtype))
+        return y.reshape(x.shape), (key, value)
