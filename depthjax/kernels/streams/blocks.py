@@ -11,8 +11,13 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 LANES = 128
-BLOCK_BYTES = 28 * 2**20
-"""Of VMEM that the blocks of tokens x width take, two of each."""
+VMEM = {"TPU v4": 15 * 2**20}
+"""What a kernel may take by kind of device, and on the others, which have at least 64 MiB."""
+MOST_VMEM = 56 * 2**20
+FOR_BLOCKS = 0.55
+"""The part of it that blocks of tokens x width take, two of each, beside what stays there: the rest
+is for the numbers of tokens and for registers that overflow."""
+MOST_FOR_BLOCKS = 28 * 2**20
 IN_A_ROW = 2**18
 """Tokens x width that are spelled out, for the scheduler to fill gaps of one chunk with another."""
 CHUNK = 16
@@ -43,7 +48,9 @@ class Blocks:
         m, tokens, width = streams.shape
         dtype = jnp.dtype(streams.dtype)
         padded = -(-width // LANES) * LANES
-        fitting = BLOCK_BYTES // (2 * (3 * m + 1) * padded * dtype.itemsize)
+        resident = 0 if columns is None else 4 * columns.size * (2 + 2)
+        room = min(MOST_FOR_BLOCKS, FOR_BLOCKS * (vmem_limit() - resident))
+        fitting = int(room // (2 * (3 * m + 1) * padded * dtype.itemsize))
         if fitting < CHUNK:
             return None
         needed = max(CHUNK, pl.next_power_of_2(tokens))
@@ -156,6 +163,13 @@ class Blocks:
             return rows_of(small_ref, 3 * m, c), squares
         each = [rows_of(small_ref, 3 * m + j * c, c) for j in range(m)]
         return jnp.stack(each, axis=1), squares
+
+
+def vmem_limit() -> int:
+    """Bytes of VMEM that a kernel may take on the devices of the mesh in force, or on ours."""
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    kind = jax.devices()[0].device_kind if device is None else device.device_kind
+    return VMEM.get(kind, MOST_VMEM)
 
 
 def dot(a: jax.Array, b: jax.Array, axes: tuple[int, int]) -> jax.Array:

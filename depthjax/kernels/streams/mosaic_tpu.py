@@ -35,10 +35,9 @@ from depthjax.kernels.streams.blocks import (
     rows_of,
     split,
     total,
+    vmem_limit,
 )
 from depthjax.kernels.streams.spelling import spelled_out
-
-VMEM_LIMIT = 56 * 2**20
 
 
 def fits(streams: jax.Array, columns: jax.Array | None) -> bool:
@@ -159,7 +158,7 @@ def _forward(weigh, eps, gates, columns, scale, streams):
             pltpu.VMEM((b.group, LANES), jnp.float32),
         ],
         compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("parallel",), vmem_limit_bytes=VMEM_LIMIT
+            dimension_semantics=("parallel",), vmem_limit_bytes=vmem_limit()
         ),
         cost_estimate=b.cost(operands, outputs, passes=2),
         interpret=tpu_interpreter(),
@@ -265,7 +264,7 @@ def _backward(weigh, eps, gates, columns, scale, streams, small, by_x, by_mixed,
             *ByProducts.scratch(b),
         ],
         compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("parallel", "arbitrary"), vmem_limit_bytes=VMEM_LIMIT
+            dimension_semantics=("parallel", "arbitrary"), vmem_limit_bytes=vmem_limit()
         ),
         cost_estimate=b.cost(operands, outputs, passes=4),
         interpret=tpu_interpreter(),
