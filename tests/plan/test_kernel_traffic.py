@@ -66,8 +66,10 @@ def test_rows_behind_the_count_are_not_fetched(count):
             count, rows
         )
 
-    arguments = jax.ShapeDtypeStruct((1,), jnp.int32), jax.ShapeDtypeStruct((5, 8, 128), "float32")
-    (found,) = kernel_traffic(run, *arguments, scalars=[count])
+    def with_count(rows):
+        return jax.jit(run)(jnp.full((1,), count, jnp.int32), rows)
+
+    (found,) = kernel_traffic(with_count, jax.ShapeDtypeStruct((5, 8, 128), jnp.float32))
     assert found.stated == 7
     assert found.reads == count * 8 * 128 * F32
     assert found.writes == 8 * 128 * F32
