@@ -19,7 +19,7 @@ from depthjax.kernels.mosaic_gpu.mixture import LEAST, mix
 from depthjax.kernels.mosaic_gpu.parts import Parts, Queries, mean_rows, part_of
 
 
-def phase_one(rows, count, directions, eps, *, dtype=None, interpret=None):
+def phase_one(rows, count, directions, eps, *, dtype=None):
     """(mixtures [S, T, D] in `dtype`, the rows' by default, lse [S, T] fp32) of the first `count`,
     at least one, of rows [N, T, D] under directions [S, D], each a query times its key scale.
 
@@ -28,26 +28,26 @@ def phase_one(rows, count, directions, eps, *, dtype=None, interpret=None):
     queries, width = directions.shape
     dtype = jnp.dtype(dtype or rows.dtype)
     if queries == 1:
-        mixture, lse = mix(rows, count, None, directions[0], eps, dtype=dtype, interpret=interpret)
+        mixture, lse = mix(rows, count, None, directions[0], eps, None, dtype)
         return mixture[None], lse[None]
     directions = directions.astype(jnp.float32)
     if queries * width <= parts.IN_REGISTERS:
-        return _online(rows, count, directions, eps, dtype, interpret)
+        return _online(rows, count, directions, eps, dtype)
     part = part_of(queries, width)
     if part is None:  # too many queries even for the narrowest part
         halves = jnp.split(directions, [queries // 2])
-        results = [phase_one(rows, count, x, eps, dtype=dtype, interpret=interpret) for x in halves]
+        results = [phase_one(rows, count, x, eps, dtype=dtype) for x in halves]
         return tuple(jnp.concatenate(x) for x in zip(*results, strict=True))
-    products, squares = _products(rows, count, directions, part, interpret)
+    products, squares = _products(rows, count, directions, part)
     live = jnp.arange(rows.shape[0]) < count
     rho = lax.rsqrt(jnp.sum(squares, axis=0) / width + eps)
     e = jnp.where(live[:, None], jnp.sum(products, axis=0) * rho[..., None], -jnp.inf)
     lse = jax.nn.logsumexp(e, axis=1)
     p = jnp.exp(e - lse[:, None])
-    return _weigh(rows, count, p, part, dtype, interpret), lse.T
+    return _weigh(rows, count, p, part, dtype), lse.T
 
 
-def _online(rows, count, directions, eps, dtype, interpret):
+def _online(rows, count, directions, eps, dtype):
     queries, width = directions.shape
     tokens = rows.shape[1]
     whole = Parts([rows], width, 2 * queries + 2)
@@ -55,8 +55,9 @@ def _online(rows, count, directions, eps, dtype, interpret):
     moved = [(live, rows.dtype), (queries, dtype)]
     of = Queries(queries, width)
 
-    def body(block, count_ref, rows_ref, u_ref, mixture_ref, lse_ref, *, buffers, arrived):
-        count, (_, _, lane, mine) = count_ref[0], whole.of(block)
+    def body(block, count_ref, eps_ref, rows_ref, u_ref, *refs, buffers, arrived):
+        mixture_ref, lse_ref = refs
+        count, eps, (_, _, lane, mine) = count_ref[0], eps_ref[0], whole.of(block)
         ring = whole.ring([rows_ref], block, count, buffers, arrived)
         ring.fill(mine * count)
         u = of.load(u_ref)
@@ -88,13 +89,12 @@ def _online(rows, count, directions, eps, dtype, interpret):
             jax.ShapeDtypeStruct((tokens, queries), jnp.float32),
         ),
         whole.scratch,
-        interpret,
     )
-    mixtures, lse = kernel(wg.scalar(count), rows, directions)
+    mixtures, lse = kernel(wg.scalar(count), wg.numbers(eps), rows, directions)
     return mixtures, lse.T
 
 
-def _products(rows, count, directions, part, interpret):
+def _products(rows, count, directions, part):
     """(u_s . v_i [parts, T, N, S], |v_i|^2 [parts, T, N]) over each part of the features; those of
     dead rows hold anything."""
     queries, width = directions.shape
@@ -128,12 +128,11 @@ def _products(rows, count, directions, part, interpret):
             jax.ShapeDtypeStruct(shape, jnp.float32),
         ),
         divided.scratch,
-        interpret,
     )
     return kernel(wg.scalar(count), rows, directions)
 
 
-def _weigh(rows, count, weights, part, dtype, interpret):
+def _weigh(rows, count, weights, part, dtype):
     """sum_i p_si v_i [S, T, D] with weights p [T, N, S]."""
     queries, (_, tokens, width) = weights.shape[-1], rows.shape
     divided = Parts([rows], part, queries + 2)
@@ -163,5 +162,5 @@ def _weigh(rows, count, weights, part, dtype, interpret):
     out_type = jax.ShapeDtypeStruct((queries, tokens, width), dtype)
     moved = [(live, rows.dtype), (queries, dtype)]
     call = "depth_weigh", wg.cost(tokens, width, moved, 2 * queries * live)
-    kernel = wg.launch(body, call, divided.blocks, out_type, divided.scratch, interpret)
+    kernel = wg.launch(body, call, divided.blocks, out_type, divided.scratch)
     return kernel(wg.scalar(count), rows, weights)

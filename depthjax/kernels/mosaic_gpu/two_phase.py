@@ -29,7 +29,7 @@ from depthjax.kernels.mosaic_gpu import warpgroup as wg
 from depthjax.kernels.mosaic_gpu.mixture import score
 
 
-def merge(open_sum, branch, fresh, mixture, lse, u, scale, eps, *, interpret=None):
+def merge(open_sum, branch, fresh, mixture, lse, u, scale, eps):
     """(x, p), both [T, D]: the next branch input, and the open block's sum.
 
     open_sum, branch: [T, D], with p in the dtype of open_sum; fresh: scalar, traced or not: whether
@@ -41,7 +41,7 @@ def merge(open_sum, branch, fresh, mixture, lse, u, scale, eps, *, interpret=Non
     slots, blocks, scratch = _plan(rows, 0, 4)
     p_dtype, read = open_sum.dtype, [(1, x.dtype) for x in rows]
 
-    def body(block, fresh_ref, *refs, buffers, arrived, open_arrived):
+    def body(block, fresh_ref, eps_ref, *refs, buffers, arrived, open_arrived):
         u_ref, scale_ref, lse_ref, x_ref, p_ref = refs[3:]
         fresh, mine = fresh_ref[0] != 0, wg.tokens_of(block, blocks, tokens)
         stream = _Stream(refs[:3], buffers, open_arrived, fresh)
@@ -54,9 +54,9 @@ def merge(open_sum, branch, fresh, mixture, lse, u, scale, eps, *, interpret=Non
             token, slot = block + k * blocks, ring.wait(k)
             p, m = stream.source(slot, p_dtype)
             wg.store(p, p_ref.at[token])
-            e, _ = score(p, u, eps[0])
+            e, _ = score(p, u, eps_ref[0])
             h = m + _sigmoid(e - lse_ref[token]) * (p - m)
-            r = lax.rsqrt(jnp.sum(h * h) / width + eps[1])
+            r = lax.rsqrt(jnp.sum(h * h) / width + eps_ref[1])
             wg.store(h * r * wg.load(scale_ref), x_ref.at[token])
             ring.release(k, mine)
 
@@ -66,16 +66,13 @@ def merge(open_sum, branch, fresh, mixture, lse, u, scale, eps, *, interpret=Non
         blocks,
         (wg.row_type(width, mixture.dtype, tokens), wg.row_type(width, p_dtype, tokens)),
         scratch,
-        interpret,
     )
     vectors = u.astype(jnp.float32), scale.astype(jnp.float32)
-    x, p = kernel(wg.scalar(fresh), *map(wg.split, (*rows, *vectors)), lse)
+    x, p = kernel(wg.scalar(fresh), wg.numbers(*eps), *map(wg.split, (*rows, *vectors)), lse)
     return wg.merge(x), wg.merge(p)
 
 
-def merge_backward(
-    open_sum, branch, fresh, mixture, lse, vectors, eps, cotangents, *, interpret=None
-):
+def merge_backward(open_sum, branch, fresh, mixture, lse, vectors, eps, cotangents):
     """(dp, d_mixture, d_lse, du, d_scale) of `merge`; vectors: (u, scale); cotangents: (of x, of p
     or None), [T, D].
 
@@ -87,7 +84,7 @@ def merge_backward(
     slots, blocks, scratch = _plan(rows, 2, 4)
     read = [(1, x.dtype) for x in rows]
 
-    def body(block, fresh_ref, *refs, buffers, arrived, open_arrived, sums):
+    def body(block, fresh_ref, eps_ref, *refs, buffers, arrived, open_arrived, sums):
         u_ref, scale_ref, lse_ref, dp_ref, dm_ref, d_lse_ref, du_ref, d_scale_ref = refs[
             len(rows) :
         ]
@@ -103,10 +100,10 @@ def merge_backward(
         def _(k):
             token, slot = block + k * blocks, ring.wait(k)
             p, m = stream.source(slot, open_sum.dtype)
-            e, rho = score(p, u, eps[0])
+            e, rho = score(p, u, eps_ref[0])
             w, rest = _sigmoid(e - lse_ref[token]), _sigmoid(lse_ref[token] - e)
             h = m + w * (p - m)
-            r = lax.rsqrt(jnp.sum(h * h) / width + eps[1])
+            r = lax.rsqrt(jnp.sum(h * h) / width + eps_ref[1])
             dx = wg.load(buffers[3].at[slot])
             wg.add(dx * h * r, sums.at[1])
             q = dx * wg.load(scale_ref)
@@ -137,10 +134,11 @@ def merge_backward(
             of_block,
         ),
         scratch,
-        interpret,
     )
     wide = (x.astype(jnp.float32) for x in vectors)
-    dp, dm, d_lse, *sums = kernel(wg.scalar(fresh), *map(wg.split, (*rows, *wide)), lse)
+    dp, dm, d_lse, *sums = kernel(
+        wg.scalar(fresh), wg.numbers(*eps), *map(wg.split, (*rows, *wide)), lse
+    )
     return wg.merge(dp), wg.merge(dm), d_lse, *(wg.merge(jnp.sum(x, axis=0)) for x in sums)
 
 
