@@ -13,6 +13,7 @@ from depthjax.kernels.over_mesh import platform
 from depthjax.kernels.past_attention import past_attention
 from depthjax.layers.init import truncated_normal
 from depthjax.layers.rope import rope
+from depthjax.layers.tokens import merge_tokens
 
 IMPLEMENTATIONS = ("xla", "splash", "cudnn")
 
@@ -104,8 +105,11 @@ class Attention(nnx.Module):
         join the sequence in its softmax. past: of tokens before those of x, which see them all.
         """
 
+        tokens = merge_tokens(x)
+
         def project(matrix: nnx.Param) -> jax.Array:
-            return jnp.einsum("btd,dhe->bthe", x, matrix[...].astype(x.dtype))
+            y = jnp.einsum("...d,dhe->...he", tokens, matrix[...].astype(x.dtype))
+            return y.reshape(*x.shape[:2], *y.shape[-2:])
 
         query, key, value = project(self.query), project(self.key), project(self.value)
         start = None if past is None else past.length
@@ -121,5 +125,5 @@ class Attention(nnx.Module):
                 before = past.key, past.value, past.live, past.used
                 mixed, lse = past_attention(query, rotated, value, before, implementation=name)
                 mixed = mixed if ctx is None else join_depth(query, mixed, lse, *ctx)
-        y = jnp.einsum("bthe,hed->btd", mixed, self.out[...].astype(x.dtype))
-        return y, (key, value)
+        y = jnp.einsum("...he,hed->...d", merge_tokens(mixed), self.out[...].astype(x.dtype))
+        return y.reshape(x.shape), (key, value)

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from depthjax.layers.init import truncated_normal
+from depthjax.layers.tokens import merge_tokens
 
 
 class SwiGLU(nnx.Module):
@@ -35,7 +36,8 @@ class SwiGLU(nnx.Module):
 
     def __call__(self, x: jax.Array, ctx: None = None):
         """x: [..., D]. Returns (y [..., D], None): an MLP keeps nothing for later depth."""
-        hidden = jax.nn.silu(x @ self.gate[...].astype(x.dtype)) * (
-            x @ self.up[...].astype(x.dtype)
+        tokens = merge_tokens(x)
+        hidden = jax.nn.silu(tokens @ self.gate[...].astype(x.dtype)) * (
+            tokens @ self.up[...].astype(x.dtype)
         )
-        return hidden @ self.down[...].astype(x.dtype), None
+        return (hidden @ self.down[...].astype(x.dtype)).reshape(x.shape), None

@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from depthjax.kernels.over_mesh import platform
 from depthjax.models.keep import Remat, full, recompute, thin
 from depthjax.models.phases import scan_by_phases
 from depthjax.models.sublayers import LayerParams, Sublayers, differentiable, vjp
@@ -203,11 +202,10 @@ def _sublayer(sublayers, remat, kind, params, state, s, kept=None):
         d_params, d_mid, d_y, d_aux = pull_write((d_carry, d_appended))
         more, d_x, d_ctx = pull_branch((d_y, d_aux))
         d_params = jax.tree.map(jnp.add, d_params, more)
-        if platform() == "gpu":
-            # Else XLA fuses the row into what follows the read, which adds to the history's
-            # cotangent in place and would get a copy of it.
-            d_mid, d_history = jax.lax.optimization_barrier((d_mid, d_history))
-        more, *d_state = pull_read((d_x, d_ctx, d_mid, d_history))
+        # What reads the appended row's cotangent comes before the read adds to that of the history
+        # in place, or it would be copied.
+        d_read = jax.lax.optimization_barrier((d_x, d_ctx, d_mid, d_history))
+        more, *d_state = pull_read(d_read)
         return jax.tree.map(jnp.add, d_params, more), tuple(d_state)
 
     return carry, appended, pull, kept

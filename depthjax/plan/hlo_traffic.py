@@ -3,7 +3,8 @@
 An instruction outside of fusions reads its operands and writes its result; what lies on the chip
 (VMEM) is free, a slice touches what it takes, and an update in place what it puts. A kernel written
 by hand moves what it states (`pl.CostEstimate`), less the operands and results that lie on the
-chip; one that states nothing its operands and results, once each.
+chip; one that states nothing its operands and results, once each, also where one array is several
+operands.
 """
 
 import collections
@@ -62,9 +63,11 @@ def traffic(module: Module, computation: Computation, instruction: Instruction) 
             if size
         )
         return read + _written(module, body, instruction)
-    if opcode == "custom-call" and (stated := instruction.attribute(_STATED)):
-        ends = sum(map(_bytes, (*operands, instruction)))
-        return max(0, int(stated) - (ends - sum(sizes) - instruction.hbm_bytes))
+    if opcode == "custom-call":
+        if stated := instruction.attribute(_STATED):
+            ends = sum(map(_bytes, (*operands, instruction)))
+            return max(0, int(stated) - (ends - sum(sizes) - instruction.hbm_bytes))
+        sizes = dict(zip(instruction.operands, sizes, strict=True)).values()
     return sum(sizes) + instruction.hbm_bytes
 
 

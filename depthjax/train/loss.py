@@ -6,13 +6,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from depthjax.kernels.over_mesh import batch_axes, over_batch
+from depthjax.kernels.over_mesh import batch_axes, over_batch, platform
 from depthjax.kernels.rms_norm import at_least_float32
 from depthjax.models import Transformer
 
 CHUNK_LOGITS = 2**28
 """Most logits that a device holds at a time: 4096 tokens of 50,280 ids, say. Fewer save little
 memory, and each chunk reads the head and adds to its gradient once more."""
+
+CHUNK_LOGITS_CPU = 2**22
+"""The same on a CPU, whose cache holds as many (16 MB in fp32)."""
 
 
 def mean_loss(model: Transformer, input_ids: jax.Array, **options: Any) -> tuple[jax.Array, Any]:
@@ -53,12 +56,12 @@ def cross_entropy(
     taken; targets: int [B, T]; weights: fp32 [B, T]. Result [], in fp32 or wider, and so are the
     softmax and the sum over tokens of the head's gradient.
 
-    The sequence is cut into `chunks` (None: so few that one has at most `CHUNK_LOGITS` logits on a
-    device), and only one chunk's logits [B, T / chunks, V] exist at a time. Differentiated, the
-    forward pass takes the gradient of each chunk while it has the logits, so that no logit is
-    computed twice; the backward pass only scales it. Under a mesh (`jax.set_mesh`) each device
-    takes its own rows, and the head's gradient is summed over devices once. A head divided over
-    its ids stays so. Raises ValueError for fewer than one chunk.
+    The sequence is cut into `chunks` (None: `chunk_count`), and only one chunk's logits
+    [B, T / chunks, V] exist at a time. Differentiated, the forward pass takes the gradient of each
+    chunk while it has the logits, so that no logit is computed twice; the backward pass only
+    scales it. Under a mesh (`jax.set_mesh`) each device takes its own rows, and the head's gradient
+    is summed over devices once. A head divided over its ids stays so. Raises ValueError for fewer
+    than one chunk.
     """
     batch, length = targets.shape
     if chunks is None:
@@ -69,12 +72,13 @@ def cross_entropy(
 
 
 def chunk_count(batch: int, length: int, vocab: int) -> int:
-    """Chunks of a sequence: the fewest with at most CHUNK_LOGITS logits on a device, and a divisor
-    of the length if one is less than twice as many."""
+    """Chunks of a sequence: the fewest with at most CHUNK_LOGITS logits on a device (CPU:
+    CHUNK_LOGITS_CPU), and a divisor of the length if one is less than twice as many."""
     mesh = jax.sharding.get_abstract_mesh()
     for axis in batch_axes(batch):
         batch //= mesh.shape[axis]
-    least = min(length, -(-batch * length * vocab // CHUNK_LOGITS))
+    most = CHUNK_LOGITS_CPU if platform() == "cpu" else CHUNK_LOGITS
+    least = min(length, -(-batch * length * vocab // most))
     return next((n for n in range(least, 2 * least) if length % n == 0), least)
 
 

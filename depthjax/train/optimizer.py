@@ -11,6 +11,7 @@ import optax
 from flax import nnx
 
 from depthjax.config import Config, TrainConfig
+from depthjax.kernels.over_mesh import platform
 from depthjax.residuals import UpdateScale
 
 
@@ -67,7 +68,7 @@ def scaled_adamw(
     beta2: float = 0.95,
     eps: float = 1e-8,
     weight_decay: float = 0.1,
-) -> optax.GradientTransformation:
+) -> optax.GradientTransformationExtraArgs:
     """AdamW (Loshchilov & Hutter 2019) in which each parameter p has factors of its own:
 
         rate * (m^ / (sqrt(v^) + eps * scale.eps) + weight_decay * scale.decay * p)
@@ -75,12 +76,32 @@ def scaled_adamw(
     with `rate` the parameter's scale.rate. Multiply the updates by the negative learning rate;
     gradients are expected to be clipped already. scales: by pattern of the path ("mlp/*") in the
     nested dict or nnx.State of parameters, the first that matches; others are left as they are.
-    Moments have the dtype of the parameters.
+    Moments have the dtype of the parameters. `update(..., trusted=False)` leaves the state as it
+    was; its updates are then of no use.
     """
     # Epsilon k eps on g is epsilon eps on g / k: one Adam serves all groups.
     divide = _at_each(scales, lambda scale, g, p: g / scale.eps)
     decay = _at_each(scales, lambda scale, u, p: scale.rate * (u + weight_decay * scale.decay * p))
-    return optax.chain(divide, optax.scale_by_adam(beta1, beta2, eps), decay)
+    return optax.chain(divide, _adam(beta1, beta2, eps), decay)
+
+
+def _adam(beta1: float, beta2: float, eps: float) -> optax.GradientTransformationExtraArgs:
+    """`optax.scale_by_adam`, whose state stays as it was where `trusted` is False."""
+    adam = optax.scale_by_adam(beta1, beta2, eps)
+
+    def update(gradient, state, params=None, *, trusted=True, **_):
+        updates, new = adam.update(gradient, state, params)
+        new = jax.tree.map(lambda new, old: jnp.where(trusted, new, old), new, state)
+        if platform() == "cpu":
+            # XLA's CPU compiler fuses by result. Updates that read the old moments would be one
+            # more reader of them, and the new ones be written to copies instead of in place.
+            new = jax.lax.optimization_barrier(new)
+            mean = optax.tree.bias_correction(new.mu, beta1, new.count)
+            square = optax.tree.bias_correction(new.nu, beta2, new.count)
+            updates = jax.tree.map(lambda m, v: m / (jnp.sqrt(v) + eps), mean, square)
+        return updates, new
+
+    return optax.GradientTransformationExtraArgs(adam.init, update)
 
 
 def _at_each(scales: Mapping[str, UpdateScale], function) -> optax.GradientTransformation:
@@ -98,7 +119,7 @@ def _at_each(scales: Mapping[str, UpdateScale], function) -> optax.GradientTrans
     return optax.stateless(update)
 
 
-def adamw(params: nnx.State, config: Config) -> optax.GradientTransformation:
+def adamw(params: nnx.State, config: Config) -> optax.GradientTransformationExtraArgs:
     """The optimizer of a config for the parameters of its model."""
     train = config.train
     return scaled_adamw(

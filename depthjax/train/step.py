@@ -138,12 +138,10 @@ class Program:
         rate = learning_rate(state.step + 1, train, self.config.peak_lr, self.config.warmup_steps)
         trusted = jnp.isfinite(loss) & (norm <= train.guard_norm)  # a NaN norm is not <= either
 
-        updates, opt = self._optimizer.update(gradient, state.opt, state.params)
+        updates, opt = self._optimizer.update(gradient, state.opt, state.params, trusted=trusted)
         updates = jax.tree.map(lambda u: (-rate * u).astype(u.dtype), updates)
         params = optax.apply_updates(state.params, updates)
-        params, opt = jax.tree.map(
-            lambda new, old: jnp.where(trusted, new, old), (params, opt), (state.params, state.opt)
-        )
+        params = jax.tree.map(lambda new, old: jnp.where(trusted, new, old), params, state.params)
         skipped = jnp.where(trusted, 0, 1)
         in_row = (state.skipped_in_row + 1) * skipped
         new_state = TrainState(params, opt, state.step + 1, state.skipped + skipped, in_row)

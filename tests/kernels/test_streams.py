@@ -57,16 +57,28 @@ def both(rule, *arrays):
         return ours, jax.jit(functools.partial(run, rule, "xla"))(*jax.tree.map(jnp.asarray, wide))
 
 
+def errors(ours, reference):
+    """Of each array, the largest, as a part of the largest entry."""
+
+    def error(a, b):
+        a, b = np.asarray(a, np.float64), np.asarray(b)
+        return np.max(np.abs(a - b)) / np.max(np.abs(b))
+
+    return np.array(jax.tree.leaves(jax.tree.map(error, ours, reference)))
+
+
 def assert_close(ours, reference, bound):
-    """Within `bound` of the largest of each array, tiny gradients of cancelling sums aside."""
-    for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(reference), strict=True):
-        largest = np.max(np.abs(b)) + 1e-2
-        np.testing.assert_allclose(np.asarray(a, np.float64), b, rtol=0, atol=bound * largest)
+    assert np.all(errors(ours, reference) <= bound)
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name)
 def test_kernels_are_the_xla_form(rule):
-    assert_close(*both(rule, *example(rule, 32, 128, jnp.float32)), 1e-5)
+    """The gradients of a doubly stochastic transport cancel: where XLA's are off by more, ours may
+    be too."""
+    given = example(rule, 32, 128, jnp.float32)
+    ours, reference = both(rule, *given)
+    xla = jax.jit(functools.partial(run, rule, "xla"))(*given)
+    assert_close(ours, reference, np.maximum(1e-5, 2 * errors(xla, reference)))
 
 
 @pytest.mark.parametrize("tokens", [1, 5, 40, 150], ids=lambda n: f"{n} tokens")
@@ -127,7 +139,13 @@ def test_no_races():
     assert not interpreter.races.races_found
 
 
-def test_no_form_for_gpus():
+def test_no_form_for_gpus_or_float64():
     rule = HC(streams=2)
-    with pytest.raises(ValueError, match="streams have no Mosaic form for GPUs"):
-        run(rule, "mosaic_gpu", *example(rule, 16, 128, jnp.float32))
+    given = example(rule, 16, 128, jnp.float32)
+    with pytest.raises(ValueError, match="have no mosaic_gpu form: give 'xla' or None"):
+        run(rule, "mosaic_gpu", *given)
+    with (
+        jax.enable_x64(True),
+        pytest.raises(ValueError, match="have no mosaic_tpu form: give 'xla' or None"),
+    ):
+        run(rule, "mosaic_tpu", *jax.tree.map(lambda x: x.astype(jnp.float64), given))

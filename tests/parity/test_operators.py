@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from depthjax.kernels import depth_mix, depth_weights
+from depthjax.kernels import depth_mix, depth_weights, phase1, phase2
 from depthjax.residuals import HC, BlockAttnRes, FullAttnRes, MHCNative, append, mhc
 from depthjax.residuals.mhc import sinkhorn
 
@@ -84,7 +84,7 @@ def compare(tensors, outputs, gradients, bound):
 
 def test_all_fixtures_are_here():
     counts = {"attnres_mix": 13, "attnres_stack": 6, "attnres_k3": 1, "hc": 2, "sinkhorn": 3}
-    counts |= {"mhc_0": 2, "mhc_lite": 2}
+    counts |= {"mhc_0": 2, "mhc_lite": 2, "attnres_two_phase": 3}
     for prefix, count in counts.items():
         assert sum(name.startswith(prefix) for name in FIXTURES) == count
     assert len(FIXTURES) == sum(counts.values())
@@ -256,6 +256,64 @@ def test_kimi_k3_stack(case):
     with jax.enable_x64(True):
         outputs, gradients = value_and_gradients(run, inputs(tensors, jnp.float64))
         compare(tensors, outputs, gradients, 1e-9)
+
+
+# Attention Residuals in two phases
+
+
+def merged(mixture, lse, open_sum, query, eps):
+    """The input of a sublayer, before its norm: the RMS of the result is taken out of phase 2."""
+    merge = {"query": query, "norm_scale": jnp.ones_like(query), "eps": eps}
+    x, _ = phase2(mixture, lse, open_sum, norm_eps=0.0, **merge)
+    rms = jnp.sqrt(jnp.mean(open_sum**2, -1) + eps)
+    logit = jnp.sum(open_sum * query, -1) / rms
+    w = jax.nn.sigmoid(logit - lse)[..., None]
+    h = mixture + w * (open_sum - mixture)
+    return x * jnp.sqrt(jnp.mean(h * h, -1, keepdims=True))
+
+
+@cases("attnres_two_phase_0")
+def test_two_phases(case):
+    """Stored in fp32, as the reference computes."""
+    tensors, args = load(case)
+    given = inputs(tensors, jnp.float32)
+    mixtures, lse = phase1(given["block_values"], given["queries"], eps=args["eps"])
+    rest = zip(mixtures[1:], lse[1:], given["partial_sums"], given["queries"][1:], strict=True)
+    outputs = {"first_layer_input": mixtures[0], "lse": lse, "phase1_normalized": mixtures}
+    outputs["merged"] = jnp.stack([merged(*each, args["eps"]) for each in rest])
+    wanted = {name: value for name, value in tensors.items() if name.startswith("out.")}
+    compare(wanted, outputs, {}, 2e-5)
+
+
+@cases("attnres_two_phase_model")
+def test_a_model_in_two_phases(case):
+    """Sublayers without a norm in front, tanh(W h); the final mixture reads the last open sum."""
+    tensors, args = load(case)
+    size, eps = args["block_size_sublayers"], args["eps"]
+
+    def run(given):
+        blocks, queries, open_sum = given["embedding"][None], given["queries"], None
+        for s in range(args["L"] + 1):
+            if s % size == 0 and s < args["L"]:
+                if open_sum is not None:
+                    blocks, open_sum = jnp.concatenate([blocks, open_sum[None]]), None
+                mixtures, lse = phase1(blocks, queries[s : s + size], eps=eps)
+            elif s == args["L"]:
+                mixtures, lse = phase1(blocks, queries[s:], eps=eps)
+            k = s % size
+            h = mixtures[k]
+            if open_sum is not None:
+                h = merged(h, lse[k], open_sum, queries[s], eps)
+            if s < args["L"]:
+                y = jnp.tanh(apply(given["W"][s], h))
+                open_sum = y if open_sum is None else open_sum + y
+        return {"two_phase": h, "naive": h}
+
+    with jax.enable_x64(True):
+        outputs, gradients = value_and_gradients(run, inputs(tensors, jnp.float64))
+    for name in ("embedding", "queries"):
+        gradients |= {f"{name}.{form}": gradients[name] for form in ("naive", "two_phase")}
+    compare(tensors, outputs, gradients, 1e-5)
 
 
 # Hyper-Connections and their relatives

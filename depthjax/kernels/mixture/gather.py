@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 
 from depthjax.kernels.choice import Implementation
-from depthjax.kernels.mixture import sharded
+from depthjax.kernels.mixture import mosaic_tpu_gather, sharded
 from depthjax.kernels.mixture.read import live_rows, score
 from depthjax.kernels.rms_norm import at_least_float32
 
@@ -90,7 +90,7 @@ def gather_rows(
     [N, D]; lse, delta: [N, ...], of the readers; entries of readers before `index` are not used.
     dtype None: as the sums are, in at least fp32.
     """
-    form = sharded.form_of(implementation, rows, last)
+    form = sharded.form_of(implementation, rows, last, tpu=mosaic_tpu_gather.fits(rows))
     if form != "xla":
         dtype = jnp.float32 if dtype is None else dtype
         return sharded.gather(form, rows, index, last, directions, lse, delta, eps, dtype)

@@ -89,10 +89,21 @@ def _sizes(rows, lanes, result) -> tuple[int, int]:
     size = rows.dtype.itemsize
     other = width * (4 + 4 * size + 2 * result) + 4 * (4 * lanes + 2 * 2 * n + LANES)
     for group in tiles.GROUPS:
-        block = tiles.token_block(tokens, other + 2 * group * width * size)
+        row = 2 * group * width * size
+        block = tiles.token_block(tokens, other + row, _resident(n, width))
         if block >= min(tokens, LANES):
             break
     return group, block
+
+
+def fits(rows: jax.Array) -> bool:
+    """Whether what belongs to all readers of rows [N, ..., D] leaves most of VMEM for tokens."""
+    return 2 * _resident(rows.shape[0], rows.shape[-1]) <= tiles.room()
+
+
+def _resident(n: int, width: int) -> int:
+    """Bytes of the directions and of both buffers of du."""
+    return 3 * 4 * pl.cdiv(n, LANES) * LANES * width
 
 
 def _cost(rows, count, dtype, lanes, parts):

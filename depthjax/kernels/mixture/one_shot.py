@@ -113,7 +113,7 @@ def depth_mix(
     given = {"key_scale": key_scale, "output_scale": output_scale}
     _check(sources, newest, bias, {"query": query, **given})
     plain = bias is None and keep is None
-    form = sharded.form_of(implementation, sources, newest, takes=plain)
+    form = sharded.form_of(implementation, sources, newest, tpu=plain, gpu=plain)
     if form != "xla":
         if not plain:
             raise ValueError("bias and keep are given: only implementation='xla' takes them")

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 
 from depthjax.kernels.choice import Implementation
 from depthjax.kernels.mixture import sharded
+from depthjax.kernels.over_mesh import platform
 from depthjax.kernels.rms_norm import at_least_float32, rms_norm
 
 
@@ -84,6 +85,18 @@ def live_rows(history: jax.Array, size: int, count) -> tuple[jax.Array, jax.Arra
     return at_least_float32(jnp.where(live, history[:size], 0)), live
 
 
+def weighted_sum(weights: jax.Array, v: jax.Array) -> jax.Array:
+    """sum_i weights[i, ...] v[i, ..., :] -> [..., D].
+
+    On a CPU row by row, which fuses into one loop: XLA hands the sum over the leading axis to a
+    library there, for which it writes the weights out D times.
+    """
+    if platform() == "cpu":
+        terms = (weights[i][..., None] * v[i] for i in range(len(v)))
+        return sum(terms, jnp.zeros(v.shape[1:], v.dtype))
+    return jnp.sum(weights[..., None] * v, axis=0)
+
+
 def _widen(x: jax.Array, rows: int, fill: float) -> jax.Array:
     return jnp.pad(x, [(0, rows - x.shape[0])] + [(0, 0)] * (x.ndim - 1), constant_values=fill)
 
@@ -102,7 +115,7 @@ def _forward(history, newest, u, count, eps):
     most = jnp.maximum(jnp.max(logits, axis=0, initial=-jnp.inf), own_logit)  # always finite
     total = jnp.sum(jnp.exp(logits - most), axis=0) + jnp.exp(own_logit - most)
     lse = most + jnp.log(total)
-    z = jnp.sum(jnp.exp(logits - lse)[..., None] * v, axis=0)
+    z = weighted_sum(jnp.exp(logits - lse), v)
     z += jnp.exp(own_logit - lse)[..., None] * own
     return (z, history), (history, newest, u, count, logits, rho, lse, own_logit, own_rho)
 

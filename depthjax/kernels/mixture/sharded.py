@@ -24,13 +24,15 @@ class Cotangents(NamedTuple):
     scale: jax.Array | None
 
 
-def form_of(implementation: Implementation, *arrays: jax.Array | None, takes: bool = True) -> str:
+def form_of(
+    implementation: Implementation, *arrays: jax.Array | None, tpu: bool = True, gpu: bool = True
+) -> str:
     """The form that runs on these sources [..., D]: one dtype, bfloat16 or float32, for both Mosaic
-    forms, and a width that is a multiple of 128 up to 7168 for a GPU's. takes: whether they take
-    the other arguments. Raises ValueError where a GPU's is named and does not take the sources."""
+    forms, and a width that is a multiple of 128 up to 7168 for a GPU's. tpu, gpu: whether they take
+    the rest. Raises ValueError where a GPU's is named and does not take the sources."""
     same, width = tiles.fits(*arrays), arrays[0].shape[-1]
     on_gpu = same and mosaic_gpu.fits(width)
-    form = choose(implementation, tpu=takes and same, gpu=takes and on_gpu)
+    form = choose(implementation, tpu=tpu and same, gpu=gpu and on_gpu)
     if form == "mosaic_gpu" and not on_gpu:
         raise ValueError(
             f"sources are {arrays[0].dtype} of width {width}: implementation='mosaic_gpu' takes "

@@ -24,10 +24,7 @@ GROUPS = (4, 2, 1)
 """Rows that a step may take at once, from the most; fewer where the width leaves no room."""
 MOST_TOKENS = 512
 """Most tokens of a block."""
-VMEM_BUDGET = 36 * 2**20
-"""Bytes of the blocks of a kernel, both halves of double buffers."""
-VMEM_LIMIT = 48 * 2**20
-"""What a kernel may take with the compiler's own needs; the smallest chip has 64 MiB."""
+MIB = 2**20
 
 FLOAT32 = jnp.float32
 
@@ -38,10 +35,24 @@ def fits(*arrays: jax.Array | None) -> bool:
     return len(dtypes) == 1 and dtypes <= {jnp.dtype(jnp.bfloat16), jnp.dtype(FLOAT32)}
 
 
-def token_block(tokens: int, bytes_per_token: int) -> int:
-    """Tokens of a block: a multiple of 128 where the budget allows, else of 16; no more than hold
-    all the tokens."""
-    most = min(MOST_TOKENS, VMEM_BUDGET // bytes_per_token)
+def vmem_limit() -> int:
+    """Bytes of VMEM that a kernel may take: all 16 MiB of a v4, three quarters of the 64 MiB that
+    the smallest of the other chips has."""
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    kind = device.device_kind if device is not None else jax.devices()[0].device_kind
+    return (16 if kind == "TPU v4" else 48) * MIB
+
+
+def room(resident: int = 0) -> int:
+    """Bytes for blocks of tokens, both halves of double buffers, beside those that stay: the
+    compiler has needs of its own."""
+    return vmem_limit() * 3 // 4 - resident
+
+
+def token_block(tokens: int, bytes_per_token: int, resident: int = 0) -> int:
+    """Tokens of a block: a multiple of 128 where there is room, else of 16; no more than hold all
+    the tokens."""
+    most = min(MOST_TOKENS, room(resident) // bytes_per_token)
     unit = LANES if most >= LANES else PIECE
     return min(max(most // unit * unit, PIECE), -(-tokens // PIECE) * PIECE)
 
@@ -111,7 +122,7 @@ def grouped_row(member: int, group: int, blocks: int = 0) -> Callable:
 
 
 def compiler_params(*semantics: str) -> pltpu.CompilerParams:
-    return pltpu.CompilerParams(dimension_semantics=semantics, vmem_limit_bytes=VMEM_LIMIT)
+    return pltpu.CompilerParams(dimension_semantics=semantics, vmem_limit_bytes=vmem_limit())
 
 
 def scalars(*values: jax.Array | int) -> jax.Array:

@@ -38,32 +38,23 @@ class Blocks:
 
     @classmethod
     def of(cls, streams: jax.Array, columns: jax.Array | None, gates: int) -> "Blocks | None":
-        """For streams [m, T, D]; None where not even 16 tokens fit. Fewer tokens than a group are
-        counted as one."""
+        """For streams [m, T, D]; None where not even 16 tokens fit, or a token has more numbers
+        than a register has lanes. Fewer tokens than a group are counted as one."""
         m, tokens, width = streams.shape
         dtype = jnp.dtype(streams.dtype)
         padded = -(-width // LANES) * LANES
         fitting = BLOCK_BYTES // (2 * (3 * m + 1) * padded * dtype.itemsize)
-        if fitting < CHUNK or 2 + 2 * m + m * m > LANES:
+        if fitting < CHUNK:
             return None
         needed = max(CHUNK, pl.next_power_of_2(tokens))
         group = min(LANES, needed, 2 ** int(math.log2(fitting)))
         groups = max(1, min(8, fitting // group, tokens // group))
         if tokens % group == 0:
             groups = next(n for n in range(groups, 0, -1) if tokens // group % n == 0)
-        names = {"columns": 0} if columns is None else {"columns": columns.shape[-1]}
+        count = 0 if columns is None else columns.shape[-1]
         own = columns is not None and columns.ndim == 3
-        return cls(
-            m,
-            max(tokens, group),
-            width,
-            dtype,
-            group,
-            groups,
-            own_columns=own,
-            gates=gates,
-            **names,
-        )
+        blocks = cls(m, max(tokens, group), width, dtype, group, groups, count, own, gates)
+        return blocks if max(blocks.small_rows, 2 + 2 * m + m * m) <= LANES else None
 
     @property
     def block(self) -> int:
@@ -204,6 +195,11 @@ def as_columns(columns: list[jax.Array]) -> jax.Array:
     for k, column in enumerate(columns):
         result = jnp.where(lane == k, column, result)
     return result
+
+
+def column_of(columns: jax.Array) -> Callable[[int], jax.Array]:
+    """The inverse: [rows, 1] by number."""
+    return lambda k: columns[:, k : k + 1]
 
 
 def put_rows(ref, start: int, values) -> None:

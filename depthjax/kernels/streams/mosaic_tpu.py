@@ -28,6 +28,7 @@ from depthjax.kernels.streams.blocks import (
     Blocks,
     ByProducts,
     as_columns,
+    column_of,
     pairs,
     products,
     put_rows,
@@ -40,12 +41,13 @@ from depthjax.kernels.streams.spelling import spelled_out
 VMEM_LIMIT = 56 * 2**20
 
 
-def fits(streams: jax.Array) -> bool:
-    """Whether the kernels take streams [m, ..., D]: at least 16 tokens of all have to fit."""
-    if streams.ndim < 3 or streams.size == 0:
+def fits(streams: jax.Array, columns: jax.Array | None) -> bool:
+    """Whether the kernels take streams [m, ..., D] with these columns, all of at most 32 bits."""
+    widest = max(x.dtype.itemsize for x in (streams, columns) if x is not None)
+    if streams.ndim < 3 or streams.size == 0 or widest > 4:
         return False
     flat = jax.eval_shape(lambda x: x.reshape(len(x), -1, x.shape[-1]), streams)
-    return Blocks.of(flat, None, 0) is not None
+    return Blocks.of(flat, columns, 0) is not None
 
 
 def forward(weigh, eps, gates, columns, scale, streams):
@@ -68,7 +70,7 @@ def backward(weigh, eps, gates, columns, scale, streams, small, by_x, by_mixed, 
     """The cotangents of gates, columns, scale and streams, in fp32 but for the last."""
 
     def local(axes, gates, columns, scale, streams, small, by_x, by_mixed, by_write):
-        m, *shape, width = streams.shape
+        m, width = len(streams), streams.shape[-1]
         flat = streams.reshape(m, -1, width)
         cotangents = by_x.reshape(-1, width), by_mixed.reshape(flat.shape), by_write.reshape(m, -1)
         *by_params, by_streams = _backward(
@@ -195,7 +197,7 @@ def _forward_kernel(b, weigh, eps, unflatten, projects, gates_ref, *refs):
 
         def chunk(start):
             rows, weights = b.rows(i, start), columns_of[b.rows(0, start), :]
-            weight = lambda k: weights[:, k : k + 1]
+            weight = column_of(weights)
             sums, square = [], []
             for lanes in b.lanes:
                 old = [_wide(streams_ref, j, rows, lanes) for j in range(m)]
@@ -231,7 +233,10 @@ def _backward(weigh, eps, gates, columns, scale, streams, small, by_x, by_mixed,
     operands = [*resident, small, by_write, by_x, by_mixed, streams]
 
     m, width, parts, steps = b.streams, b.width, b.parts, b.steps // b.parts
-    of_block = lambda *shape: lambda p, i: tuple(p * steps + i if s else 0 for s in shape)
+
+    def of_block(*shape):
+        return lambda p, i: tuple(p * steps + i if s else 0 for s in shape)
+
     per_token = pl.BlockSpec((m, b.block, width), of_block(0, 1, 0))
     sums = [(b.gates, b.groups, b.group), *_column_sums(b), (8, width)]
     outputs = [jax.ShapeDtypeStruct((parts, *s), jnp.float32) for s in sums]
@@ -248,7 +253,7 @@ def _backward(weigh, eps, gates, columns, scale, streams, small, by_x, by_mixed,
             per_token,
         ],
         out_specs=[
-            *(pl.BlockSpec((None, *s), lambda p, i, n=len(s): (p, *[0] * n)) for s in sums),
+            *(pl.BlockSpec((None, *s), lambda p, i, s=s: (p, *[0 for _ in s])) for s in sums),
             per_token,
         ],
         out_shape=outputs,
@@ -335,7 +340,7 @@ def _backward_kernel(b, weigh, eps, unflatten, projects, gates_ref, *refs):
 
         def chunk(start):
             rows, weights = b.rows(i, start), columns_of[b.rows(0, start), :]
-            weight = lambda k: weights[:, k : k + 1]
+            weight = column_of(weights)
             for lanes in b.lanes:
                 c = by_x_ref[rows, lanes].astype(jnp.float32)
                 old = [_wide(streams_ref, j, rows, lanes) for j in range(m)]

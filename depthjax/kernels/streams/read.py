@@ -40,11 +40,11 @@ def read_streams(
     computes the rest again. On a TPU (`implementation`, see `kernels.choice`) each direction is one
     kernel, which reads and writes every stream once.
     """
-    fits = columns is None or columns.dtype.itemsize <= 4
-    fits = fits and streams.dtype.itemsize <= 4 and mosaic_tpu.fits(streams)
+    fits = mosaic_tpu.fits(streams, columns)
     form = choose(implementation, tpu=fits, gpu=False)
-    if form == "mosaic_gpu":
-        raise ValueError("streams have no Mosaic form for GPUs: give 'xla' or None")
+    if form == "mosaic_gpu" or (form == "mosaic_tpu" and not fits):
+        like = jax.typeof(streams)
+        raise ValueError(f"streams like {like} have no {form} form: give 'xla' or None")
     return _read(weigh, eps, form, gates, columns, scale, streams)
 
 

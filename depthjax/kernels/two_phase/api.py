@@ -33,7 +33,7 @@ def phase1(
     their dtype, for bfloat16 and S > 8 plus 2^-9 of the largest source. The backward pass keeps the
     log-sum-exp and the arguments. Raises ValueError for a form that does not take the arguments.
     """
-    form = _form_of_phase1(implementation, blocks, queries.shape[0])
+    form = _form_of_phase1(implementation, blocks, queries.shape[0], len(blocks))
     return _phase1(form, blocks, _directions(queries, key_scale), count, eps)
 
 
@@ -60,7 +60,8 @@ def phase1_backward(
 
     into: [N, ..., D], a cotangent that this one is added to in fp32, in place where the form can.
     """
-    form = _form_of_phase1(implementation, blocks, directions.shape[0])
+    rows = len(blocks) * (1 if into is None else 2)
+    form = _form_of_phase1(implementation, blocks, directions.shape[0], rows)
     run = _mosaic_backward1 if form == "mosaic_tpu" else xla.backward1
     return run(blocks, directions, lse, by_mixtures, by_lse, count, eps, into)
 
@@ -107,8 +108,9 @@ def phase2(
 _TPU_DTYPES = jnp.bfloat16, jnp.float32
 
 
-def _form_of_phase1(implementation, blocks, queries):
-    fits = blocks.dtype in _TPU_DTYPES and block_tokens(blocks, queries) is not None
+def _form_of_phase1(implementation, blocks, queries, rows):
+    """rows: that the backward pass moves beside the sources and a row a query."""
+    fits = blocks.dtype in _TPU_DTYPES and block_tokens(blocks, queries, rows) is not None
     return _form(implementation, fits)
 
 

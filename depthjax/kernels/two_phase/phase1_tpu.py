@@ -20,7 +20,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from depthjax.kernels.choice import tpu_interpreter
-from depthjax.kernels.two_phase.tiles import LANES, VMEM_BYTES, Tiling, block_tokens, sublanes
+from depthjax.kernels.two_phase.tiles import LANES, Tiling, block_tokens, sublanes, vector_memory
 
 WIDTH = 512
 """Entries of D that are multiplied at a time."""
@@ -358,7 +358,7 @@ def _call(kernel, name, tiling, scalars, in_specs, out_specs, out_shape, cost, *
         out_shape=out_shape,
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "arbitrary", "arbitrary"),
-            vmem_limit_bytes=VMEM_BYTES,
+            vmem_limit_bytes=vector_memory()[0],
         ),
         cost_estimate=cost,
         interpret=tpu_interpreter(),
@@ -434,6 +434,7 @@ def backward(blocks, by_mixtures, into, lse, by_lse, directions, count, eps):
         (along, pl.BlockSpec((1, padded, width), lambda *ids: (ids[0], 0, 0))),
         out_shape,
         cost,
-        input_output_aliases={4: 0} if added else {},
+        # The simulation of a TPU cannot alias an array that it pads.
+        input_output_aliases={4: 0} if added and not tiling.ragged else {},
     )(terms, beside, *added, *operands, by_mixtures, lse, by_lse)
     return by_blocks, jnp.sum(by_directions, axis=0)[:queries]

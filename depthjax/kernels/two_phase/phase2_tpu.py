@@ -13,7 +13,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from depthjax.kernels.choice import tpu_interpreter
-from depthjax.kernels.two_phase.tiles import LANES, VMEM_BYTES, Tiling, row_tokens
+from depthjax.kernels.two_phase.tiles import LANES, Tiling, row_tokens, vector_memory
 
 ROWS = 16
 """R: one tile of bf16, two of fp32."""
@@ -157,7 +157,7 @@ def _call(kernel, name, **options):
         kernel,
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "arbitrary", "arbitrary"),
-            vmem_limit_bytes=VMEM_BYTES,
+            vmem_limit_bytes=vector_memory()[0],
         ),
         interpret=tpu_interpreter(),
         name=name,

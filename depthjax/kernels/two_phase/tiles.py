@@ -4,8 +4,18 @@ import dataclasses
 
 import jax
 
-VMEM_BYTES, BLOCK_BYTES = 40 * 2**20, 30 * 2**20
-"""What a kernel may hold in a chip's vector memory, and of this its double-buffered blocks."""
+_SMALL_MEMORY = "TPU v2", "TPU v3", "TPU v4"
+"""Chips of 16 MiB of vector memory a core; later ones have 64 MiB or more."""
+
+
+def vector_memory() -> tuple[int, int]:
+    """Bytes that a kernel may hold in the vector memory of the chip of the mesh in force, and of
+    them its double-buffered blocks."""
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    kind = (device or jax.devices()[0]).device_kind
+    small = kind.startswith(_SMALL_MEMORY)
+    return (15 * 2**20, 11 * 2**20) if small else (40 * 2**20, 30 * 2**20)
+
 
 LANES = 128
 
@@ -33,7 +43,7 @@ def _padded(width):
 
 def _largest(most, least, token_bytes):
     while most >= least:
-        if most * token_bytes <= BLOCK_BYTES:
+        if most * token_bytes <= vector_memory()[1]:
             return most
         most //= 2
     return None
