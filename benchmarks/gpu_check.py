@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from depthjax.kernels import depth_mix, depth_read
+from depthjax.kernels import depth_mix, depth_read, phase1, phase2
 from depthjax.kernels.mosaic_gpu import gather, mixture, queries, queries_backward, two_phase
 
 EPS, EPS_OUT = 1e-6, 1e-5
@@ -99,9 +99,10 @@ def open_and_merge(open_sum, branch, *rest):
     return naive_merge(stored(open_sum + branch), *rest)
 
 
-def naive_merge_backward(open_sum, branch, mixture, lse, u, scale, d_x, d_p):
-    at = map(up, (stored(open_sum + branch), mixture, lse, u, scale))
-    return jax.vjp(naive_merge, *at)[1]((up(d_x), up(d_p)))
+def naive_merge_backward(p, mixture, lse, u, scale, d_x, d_p):
+    pull = jax.vjp(naive_merge, *map(up, (p, mixture, lse, u, scale)))[1]
+    by_p, by_mixture, *rest = pull((up(d_x), up(d_p)))
+    return by_mixture, by_p, *rest
 
 
 def stored(p):
@@ -131,6 +132,11 @@ def mix_inputs(tokens, width):
 def merge_inputs(tokens, width):
     rows = (normal(seed, tokens, width) for seed in range(3))
     return *rows, 2 + wide(3, tokens), 0.02 * wide(4, width), 1 + 0.1 * wide(5, width)
+
+
+def phase_two_inputs(tokens, width):
+    open_sum, branch, z, lse, *rest = merge_inputs(tokens, width)
+    return jnp.stack([branch, z]), jnp.stack([-lse, lse]), open_sum, branch, *rest
 
 
 def gather_inputs(tokens, width):
@@ -171,7 +177,7 @@ CASES = (
     Case(
         "phase 1",
         phase_one_inputs,
-        lambda rows, u: queries.phase_one(rows, LIVE, u, EPS),
+        lambda rows, u: queries.phase_one(rows, u, LIVE, EPS),
         naive_phase_one,
         moved=LIVE + QUERIES,
     ),
@@ -179,7 +185,7 @@ CASES = (
         "phase 1 backward",
         phase_one_backward_inputs,
         lambda rows, u, lse, c, d_lse, d_rows: queries_backward.phase_one_backward(
-            rows, LIVE, u, EPS, lse, (c, d_lse), d_rows
+            rows, c, d_rows, lse, d_lse, u, LIVE, EPS
         ),
         naive_phase_one_backward,
         moved=5 * LIVE + QUERIES,
@@ -188,18 +194,20 @@ CASES = (
     Case(
         "phase 2",
         merge_inputs,
-        lambda *arrays: two_phase.merge(*arrays[:2], False, *arrays[2:], (EPS, EPS_OUT)),
+        lambda open_sum, branch, z, lse, u, scale: two_phase.merge(
+            z[None], 0, open_sum, branch, lse, u, scale, None, (EPS, EPS_OUT)
+        ),
         open_and_merge,
         moved=5,
     ),
     Case(
         "phase 2 backward",
-        lambda *sizes: (*merge_inputs(*sizes), normal(6, *sizes), normal(7, *sizes)),
-        lambda open_sum, branch, z, lse, u, scale, d_x, d_p: two_phase.merge_backward(
-            open_sum, branch, False, z, lse, (u, scale), (EPS, EPS_OUT), (d_x, d_p)
+        lambda *sizes: (*merge_inputs(*sizes)[1:], normal(6, *sizes), normal(7, *sizes)),
+        lambda p, z, lse, u, scale, d_x, d_p: two_phase.merge_backward(
+            z, p, d_x, d_p, lse, u, scale, (EPS, EPS_OUT)
         ),
         naive_merge_backward,
-        moved=7,
+        moved=6,
     ),
     Case(
         "gather",
@@ -237,6 +245,29 @@ PUBLIC = (
         lambda *sizes: mix_inputs(*sizes)[::2],
         lambda form, rows, u: depth_mix(rows, u, implementation=form),
         moved=3 * ROWS + 2,
+    ),
+    pulled(
+        "phase1",
+        phase_one_inputs,
+        lambda form, rows, u: phase1(rows, u, count=LIVE, eps=EPS, implementation=form),
+        moved=6 * LIVE + 2 * QUERIES,
+    ),
+    pulled(
+        "phase2",
+        phase_two_inputs,
+        lambda form, z, lse, open_sum, branch, u, scale: phase2(
+            z,
+            lse,
+            open_sum,
+            branch,
+            query=u,
+            norm_scale=scale,
+            place=1,
+            eps=EPS,
+            norm_eps=EPS_OUT,
+            implementation=form,
+        ),
+        moved=13,
     ),
 )
 """Public functions with their gradients, which do not alter arrays in place here."""

@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 
 from depthjax.aot.topology import mesh_of, prepare_environment, target
 from depthjax.errors import InputError
-from depthjax.kernels import depth_mix, gather_rows, mix_rows
+from depthjax.kernels import depth_mix, gather_rows, mix_rows, phase1
 from depthjax.kernels.choice import choose
 from depthjax.kernels.mosaic_gpu import (
     fits,
@@ -175,16 +175,26 @@ def test_mixture_gradients_in_float32(newest):
 
 @simulated
 def test_merge_does_not_see_the_sum_of_a_finished_block():
-    inputs = check.merge_inputs(3, 128)
-    garbage, branch, z, *rest = jnp.full((3, 128), jnp.nan, jnp.bfloat16), *inputs[1:]
-    x, p = two_phase.merge(garbage, branch, jnp.bool_(True), z, *rest, (1e-6, 1e-5))
-    np.testing.assert_array_equal(p, branch)
-    assert_close(x, check.naive_merge(branch, z, *rest)[0], 8e-3)
-    results = two_phase.merge_backward(
-        garbage, branch, True, z, rest[0], rest[1:], (1e-6, 1e-5), (x, None)
-    )
-    for result in results:
-        assert np.all(np.isfinite(np.asarray(result, np.float32)))
+    """Nor other mixtures than its own; without a branch the open sum stays as it is."""
+    _, branch, z, *rest = check.merge_inputs(3, 128)
+    garbage = jnp.full((3, 128), jnp.nan, jnp.bfloat16)
+    expected = check.naive_merge(branch, z, *rest)[0]
+    for open_sum, added, fresh in ((garbage, branch, jnp.bool_(True)), (branch, None, None)):
+        x, p = two_phase.merge(
+            jnp.stack([garbage, z]), 1, open_sum, added, *rest, fresh, (1e-6, 1e-5)
+        )
+        np.testing.assert_array_equal(p, branch)
+        assert_close(x, expected, 8e-3)
+
+
+@simulated
+@pytest.mark.parametrize(("queries", "registers"), [(1, 8192), (2, 8192), (3, 512)])
+def test_no_live_rows(monkeypatch, queries, registers):
+    monkeypatch.setattr(parts, "IN_REGISTERS", registers)
+    rows, u = jnp.full((2, 1, 256), jnp.nan), normal(1, queries, 256)
+    z, lse = phase1(rows, u, count=0, implementation="mosaic_gpu")
+    np.testing.assert_array_equal(z, 0)
+    np.testing.assert_array_equal(lse, -np.inf)
 
 
 @simulated
@@ -193,7 +203,7 @@ def test_queries_in_parts_of_the_features(monkeypatch, registers):
     """One pass where all fits into registers, else parts of the features, or of the queries."""
     monkeypatch.setattr(parts, "IN_REGISTERS", registers)
     rows, u = normal(0, 3, 2, 256), normal(1, 2, 256)
-    z, lse = queries.phase_one(rows.at[2].set(jnp.nan), 2, u, 1e-6)
+    z, lse = queries.phase_one(rows.at[2].set(jnp.nan), u, 2, 1e-6)
     for query in range(2):
         expected, expected_lse = exact_mixture(rows[:2], u[query], 1e-6)
         assert_close(z[query], expected)
@@ -213,7 +223,7 @@ def test_cotangents_of_queries_in_parts(monkeypatch, count, queries, registers):
         by_rows, du = map(np.asarray, pull(tuple(rest[1:])))
         lse = np.asarray(lse, np.float32)
     actual = queries_backward.phase_one_backward(
-        rows.at[count:].set(jnp.nan), count, u, 1e-6, lse, (c, d_lse), before,
+        rows.at[count:].set(jnp.nan), c, before, lse, d_lse, u, count, 1e-6
     )  # fmt: skip
     assert_close(actual[0][:count], before[:count] + by_rows)
     np.testing.assert_array_equal(actual[0][count:], before[count:])

@@ -95,5 +95,5 @@ def weighted_cotangents(rows, index, last, weights):
             "arrived": plgpu.Barrier(num_barriers=slots),
         },
     )
-    total, dots = kernel(wg.scalar(index), wg.split(rows), wg.split(last), weights)
+    total, dots = kernel(wg.integers(index), wg.split(rows), wg.split(last), weights)
     return wg.merge(total), dots

@@ -26,8 +26,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from depthjax.kernels.mosaic_gpu import warpgroup as wg
 
-LEAST = -1e30
-"""Below every logit; -inf would leave inf - inf."""
+LEAST, TINY = -1e30, 1e-30
+"""Below every logit, since -inf would leave inf - inf, and below every sum of weights but that of
+no source."""
 
 
 def mix(rows, count, newest, u, eps, scale=None, dtype=jnp.float32):
@@ -77,7 +78,7 @@ def mix(rows, count, newest, u, eps, scale=None, dtype=jnp.float32):
         },
     )
     operands = _split(rows, newest, scale, u)
-    mixture, lse = kernel(wg.scalar(count), wg.numbers(eps), *operands)
+    mixture, lse = kernel(wg.integers(count), wg.numbers(eps), *operands)
     return wg.merge(mixture), lse
 
 
@@ -135,7 +136,7 @@ def mix_backward(rows, count, newest, u, eps, scale, cotangent, d_rows=None):
     )
     accumulated = jax.new_ref(wg.split(d_rows))
     operands = _split(rows, newest, scale, u, cotangent)
-    out = kernel(wg.scalar(count), wg.numbers(eps), *operands, accumulated)
+    out = kernel(wg.integers(count), wg.numbers(eps), *operands, accumulated)
     d_newest, (*d_scale, du) = _first(out, newest is not None)
     reduced = [wg.merge(jnp.sum(x, axis=0)) for x in (du, *d_scale)]
     d_newest = None if d_newest is None else wg.merge(d_newest)
@@ -270,7 +271,7 @@ def _online(ring, buffer, first, total, steps, u, eps):
 
     start = jnp.float32(LEAST), jnp.float32(0), wg.zeros(buffer.shape[-2] * wg.LANES)
     most, weight, z = lax.fori_loop(0, total, step, start)
-    return z / weight, most + jnp.log(weight)
+    return z / jnp.maximum(weight, TINY), most + jnp.log(weight)
 
 
 def _mean_sources(rows, newest) -> float:

@@ -19,15 +19,18 @@ from depthjax.kernels.mosaic_gpu import warpgroup as wg
 from depthjax.kernels.mosaic_gpu.parts import Parts, Queries, mean_rows, part_of
 
 
-def phase_one_backward(rows, count, directions, eps, lse, cotangents, d_rows):
+def phase_one_backward(rows, c, d_rows, lse, d_lse, directions, count, eps):
     """(d_rows, du [S, D] fp32) of `phase_one`.
 
-    lse: [S, T] fp32, as it returned it; cotangents: (of the mixtures [S, T, D], of the lse [S, T]
-    fp32); d_rows: [N, T, D], where the rows' cotangents are added to the first `count` rows, in
-    place where the caller donates it. Moves (4 count + 2 S) T D numbers.
+    lse: [S, T] fp32, as it returned it; c, d_lse: cotangents of the mixtures [S, T, D] and of the
+    lse [S, T] fp32; d_rows: [N, T, D], where the rows' cotangents are added to the first `count`
+    rows (None: all), in place where the caller donates it; None: to zeros. Moves (4 count + 2 S)
+    T D numbers.
     """
     queries, width = directions.shape
-    directions, (c, d_lse) = directions.astype(jnp.float32), cotangents
+    directions = directions.astype(jnp.float32)
+    d_rows = jnp.zeros_like(rows) if d_rows is None else d_rows
+    count = rows.shape[0] if count is None else count
     part = part_of(max(2, queries), width, arrays=2)
     if queries == 1:  # a second one, of which nothing depends
         directions, lse, d_lse, c = (
@@ -36,8 +39,8 @@ def phase_one_backward(rows, count, directions, eps, lse, cotangents, d_rows):
     elif part is None:  # too many queries even for the narrowest part
         du, half = [], queries // 2
         for some in (slice(half), slice(half, None)):
-            own = (directions[some], eps, lse[some], (c[some], d_lse[some]))
-            d_rows, own_du = phase_one_backward(rows, count, *own, d_rows)
+            own = lse[some], d_lse[some], directions[some]
+            d_rows, own_du = phase_one_backward(rows, c[some], d_rows, *own, count, eps)
             du.append(own_du)
         return d_rows, jnp.concatenate(du)
     by_query, by_cotangent, squares = _products(rows, count, directions, c, part)
@@ -95,7 +98,7 @@ def _products(rows, count, directions, cotangents, part):
         ),
         divided.scratch,
     )
-    return kernel(wg.scalar(count), rows, directions, cotangents)
+    return kernel(wg.integers(count), rows, directions, cotangents)
 
 
 def _spread(rows, count, directions, cotangents, small, d_rows, part):
@@ -140,5 +143,5 @@ def _spread(rows, count, directions, cotangents, small, d_rows, part):
         jax.ShapeDtypeStruct((divided.lanes, queries, width), jnp.float32),
         divided.scratch,
     )
-    du = kernel(wg.scalar(count), rows, directions, cotangents, *small, accumulated)
+    du = kernel(wg.integers(count), rows, directions, cotangents, *small, accumulated)
     return jax.freeze(accumulated), jnp.sum(du, axis=0)

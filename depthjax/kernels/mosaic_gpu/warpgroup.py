@@ -43,9 +43,9 @@ def merge(x: jax.Array) -> jax.Array:
     return x.reshape(*x.shape[:-2], x.shape[-2] * LANES)
 
 
-def scalar(x: Any) -> jax.Array:
-    """An integer, traced or not, as kernels take it."""
-    return jnp.asarray(x, jnp.int32).reshape(1)
+def integers(*values: Any) -> jax.Array:
+    """int32 numbers, traced or not, as kernels take them."""
+    return jnp.stack([jnp.asarray(x, jnp.int32) for x in values])
 
 
 def numbers(*values: Any) -> jax.Array:
