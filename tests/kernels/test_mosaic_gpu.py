@@ -1,5 +1,6 @@
 """The Mosaic GPU kernels: simulated with race detection, exported, and compiled for an H100."""
 
+import functools
 import importlib.util
 import pathlib
 
@@ -39,7 +40,7 @@ def simulated(test):
     """With JAX's simulation of a GPU, which looks for races."""
     missing = not hasattr(plgpu, "InterpretGPUParams")
     test = pytest.mark.skipif(missing, reason="jax 0.10 does not simulate a GPU")(test)
-    return pytest.mark.usefixtures("race_detector")(test)
+    return pytest.mark.usefixtures("simulation")(test)
 
 
 def load_benchmark():
@@ -51,12 +52,14 @@ def load_benchmark():
 
 
 check = load_benchmark()
-check.ROWS, check.LIVE, check.QUERIES = 4, 3, 3  # to be quick
 every_kernel = pytest.mark.parametrize("case", check.CASES, ids=lambda case: case.name)
 
 
 @pytest.fixture
-def race_detector():
+def simulation(monkeypatch):
+    """Of few rows and queries, to be quick."""
+    for name, size in (("ROWS", 4), ("LIVE", 3), ("QUERIES", 3)):
+        monkeypatch.setattr(check, name, size)
     from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
 
     with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams(detect_races=True)):
@@ -294,23 +297,39 @@ def test_what_fits():
     assert not fits(1024, jnp.float64)
 
 
+def compile_for(topology, function, arrays, donated=()):
+    """The text of a program for the chips of a topology."""
+    try:
+        described = target(topology)
+    except InputError as error:
+        pytest.skip(str(error))
+    prepare_environment(described)
+    mesh = mesh_of(described, {"data": described.devices})
+    whole = NamedSharding(mesh, P())
+    arrays = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=whole) for x in arrays]
+    with jax.set_mesh(mesh):
+        return jax.jit(function, donate_argnums=donated).lower(*arrays).compile().as_text()
+
+
 @pytest.mark.plan
 @pytest.mark.filterwarnings("ignore")  # of what compilers load
 @every_kernel
 @pytest.mark.parametrize("width", [896, 1024, 2048, 4096, 7168])
 def test_kernels_compile_for_an_h100(case, width):
-    try:
-        described = target("h100:1")
-    except InputError as error:
-        pytest.skip(str(error))
-    prepare_environment(described)
-    mesh = mesh_of(described, {"data": 1})
-    sharding = NamedSharding(mesh, P())
-    arrays = [
-        jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
-        for x in abstract_inputs(case, 512, width)
-    ]
-    with jax.set_mesh(mesh):
-        donated = () if case.carry is None else (case.carry,)
-        lowered = jax.jit(case.kernel, donate_argnums=donated).lower(*arrays)
-        lowered.compile()
+    donated = () if case.carry is None else (case.carry,)
+    text = compile_for("h100:1", case.kernel, abstract_inputs(case, 512, width), donated)
+    assert "mosaic_gpu_v2" in text
+
+
+@pytest.mark.plan
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("queries", [1, 4, 11, 18, 64])
+def test_public_functions_compile_for_two_h100s(monkeypatch, queries):
+    """Forward and backward, without being told to; with the queries of various blocks."""
+    monkeypatch.setattr(check, "QUERIES", queries)
+    cases = check.PUBLIC if queries == 1 else check.PUBLIC[2:3]
+    for case in cases:
+        text = compile_for(
+            "h100:2", functools.partial(case.kernel.func, None), abstract_inputs(case, 512, 1792)
+        )
+        assert text.count('custom_call_target="mosaic_gpu_v2"') >= 2
