@@ -1,4 +1,5 @@
-"""Checks every Mosaic GPU kernel against float64, and times it against XLA's form.
+"""Checks every Mosaic GPU kernel, and the public functions with their gradients, against float64,
+and times them against XLA's form.
 
     python benchmarks/gpu_check.py            on a GPU from Hopper on: values, times, bandwidth
     python benchmarks/gpu_check.py --dry-run  with jax 0.12 anywhere: values, in a simulation
@@ -10,6 +11,7 @@ time over the kernel's. Ends with status 1 where a value is wrong.
 
 import argparse
 import dataclasses
+import functools
 import sys
 import time
 from collections.abc import Callable
@@ -18,8 +20,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from depthjax.kernels import depth_mix, depth_read, phase1, phase2
 from depthjax.kernels.mosaic_gpu import gather, mixture, queries, queries_backward, two_phase
 
 EPS, EPS_OUT = 1e-6, 1e-5
@@ -34,9 +36,9 @@ TOLERANCE = 1e-2
 class Case:
     """A kernel and its equations.
 
-    inputs(T, D): arrays; kernel(interpret, *arrays) and reference(*arrays): the same results;
-    moved: rows [T, D] of bf16 that the kernel has to move; carry: which array the first result
-    replaces in place.
+    inputs(T, D): arrays; kernel(*arrays) and reference(*arrays): the same results; moved: rows
+    [T, D] of bf16 that the kernel has to move; carry: which array the first result replaces in
+    place.
     """
 
     name: str
@@ -79,7 +81,7 @@ def naive_mix(rows, newest, u, scale):
     v = jnp.concatenate([up(rows[:LIVE]), up(newest)[None]])
     e = jnp.sum(rms(v, EPS) * u, axis=-1)
     z = jnp.sum(jax.nn.softmax(e, axis=0)[..., None] * v, axis=0)
-    return rms(z, EPS_OUT) * scale, jax.nn.logsumexp(e, axis=0)
+    return rms(z, EPS) * scale, jax.nn.logsumexp(e, axis=0)
 
 
 def naive_mix_backward(rows, newest, u, scale, cotangent, d_rows):
@@ -97,9 +99,10 @@ def open_and_merge(open_sum, branch, *rest):
     return naive_merge(stored(open_sum + branch), *rest)
 
 
-def naive_merge_backward(open_sum, branch, mixture, lse, u, scale, d_x, d_p):
-    at = map(up, (stored(open_sum + branch), mixture, lse, u, scale))
-    return jax.vjp(naive_merge, *at)[1]((up(d_x), up(d_p)))
+def naive_merge_backward(p, mixture, lse, u, scale, d_x, d_p):
+    pull = jax.vjp(naive_merge, *map(up, (p, mixture, lse, u, scale)))[1]
+    by_p, by_mixture, *rest = pull((up(d_x), up(d_p)))
+    return by_mixture, by_p, *rest
 
 
 def stored(p):
@@ -131,6 +134,11 @@ def merge_inputs(tokens, width):
     return *rows, 2 + wide(3, tokens), 0.02 * wide(4, width), 1 + 0.1 * wide(5, width)
 
 
+def phase_two_inputs(tokens, width):
+    open_sum, branch, z, lse, *rest = merge_inputs(tokens, width)
+    return jnp.stack([branch, z]), jnp.stack([-lse, lse]), open_sum, branch, *rest
+
+
 def gather_inputs(tokens, width):
     rows, last = normal(0, ROWS, tokens, width), normal(1, tokens, width)
     lse, delta = 2 + wide(3, ROWS, tokens), wide(4, ROWS, tokens)
@@ -152,17 +160,15 @@ CASES = (
     Case(
         "mix, norm",
         mix_inputs,
-        lambda run, rows, newest, u, scale: mixture.mix(
-            rows, LIVE, newest, u, EPS, (scale, EPS_OUT), interpret=run
-        ),
+        lambda rows, newest, u, scale: mixture.mix(rows, LIVE, newest, u, EPS, scale, rows.dtype),
         naive_mix,
         moved=LIVE + 2,
     ),
     Case(
         "mix backward",
         lambda *sizes: (*mix_inputs(*sizes), normal(5, *sizes), wide(6, ROWS, *sizes)),
-        lambda run, rows, newest, u, scale, c, d_rows: mixture.mix_backward(
-            rows, LIVE, newest, u, EPS, (scale, EPS_OUT), c, d_rows, interpret=run
+        lambda rows, newest, u, scale, c, d_rows: mixture.mix_backward(
+            rows, LIVE, newest, u, EPS, scale, c, d_rows
         ),
         naive_mix_backward,
         moved=5 * LIVE + 3,
@@ -171,15 +177,15 @@ CASES = (
     Case(
         "phase 1",
         phase_one_inputs,
-        lambda run, rows, u: queries.phase_one(rows, LIVE, u, EPS, interpret=run),
+        lambda rows, u: queries.phase_one(rows, u, LIVE, EPS),
         naive_phase_one,
         moved=LIVE + QUERIES,
     ),
     Case(
         "phase 1 backward",
         phase_one_backward_inputs,
-        lambda run, rows, u, lse, c, d_lse, d_rows: queries_backward.phase_one_backward(
-            rows, LIVE, u, EPS, lse, (c, d_lse), d_rows, interpret=run
+        lambda rows, u, lse, c, d_lse, d_rows: queries_backward.phase_one_backward(
+            rows, c, d_rows, lse, d_lse, u, LIVE, EPS
         ),
         naive_phase_one_backward,
         moved=5 * LIVE + QUERIES,
@@ -188,37 +194,88 @@ CASES = (
     Case(
         "phase 2",
         merge_inputs,
-        lambda run, *arrays: two_phase.merge(
-            *arrays[:2], False, *arrays[2:], (EPS, EPS_OUT), interpret=run
+        lambda open_sum, branch, z, lse, u, scale: two_phase.merge(
+            z[None], 0, open_sum, branch, lse, u, scale, None, (EPS, EPS_OUT)
         ),
         open_and_merge,
         moved=5,
     ),
     Case(
         "phase 2 backward",
-        lambda *sizes: (*merge_inputs(*sizes), normal(6, *sizes), normal(7, *sizes)),
-        lambda run, open_sum, branch, z, lse, u, scale, d_x, d_p: two_phase.merge_backward(
-            open_sum, branch, False, z, lse, (u, scale), (EPS, EPS_OUT), (d_x, d_p), interpret=run
+        lambda *sizes: (*merge_inputs(*sizes)[1:], normal(6, *sizes), normal(7, *sizes)),
+        lambda p, z, lse, u, scale, d_x, d_p: two_phase.merge_backward(
+            z, p, d_x, d_p, lse, u, scale, (EPS, EPS_OUT)
         ),
         naive_merge_backward,
-        moved=7,
+        moved=6,
     ),
     Case(
         "gather",
         gather_inputs,
-        lambda run, rows, last, *rest: gather.gather_rows(
-            rows, SOURCE, last, *rest, EPS, interpret=run
-        ),
+        lambda rows, last, *rest: gather.gather(rows, SOURCE, last, *rest, EPS),
         naive_gather,
         moved=ROWS - SOURCE + 3,
     ),
 )
 
 
-def worst_error(case: Case, tokens: int, width: int, interpret: Any) -> float:
+def pulled(name: str, inputs: Callable, function: Callable, moved: float) -> Case:
+    """The public function(implementation, *arrays) and its cotangents, given its own results as
+    theirs, with the kernels and, for reference, in XLA."""
+
+    def run(implementation, *arrays):
+        out, pull = jax.vjp(functools.partial(function, implementation), *arrays)
+        return out, pull(out)
+
+    kernel, reference = (functools.partial(run, form) for form in ("mosaic_gpu", "xla"))
+    return Case(name, inputs, kernel, reference, moved)
+
+
+PUBLIC = (
+    pulled(
+        "depth_read",
+        mix_inputs,
+        lambda form, rows, newest, u, scale: depth_read(
+            rows, newest, u, LIVE, EPS, scale, implementation=form
+        ),
+        moved=6 * LIVE + 5,
+    ),
+    pulled(
+        "depth_mix",
+        lambda *sizes: mix_inputs(*sizes)[::2],
+        lambda form, rows, u: depth_mix(rows, u, implementation=form),
+        moved=3 * ROWS + 2,
+    ),
+    pulled(
+        "phase1",
+        phase_one_inputs,
+        lambda form, rows, u: phase1(rows, u, count=LIVE, eps=EPS, implementation=form),
+        moved=6 * LIVE + 2 * QUERIES,
+    ),
+    pulled(
+        "phase2",
+        phase_two_inputs,
+        lambda form, z, lse, open_sum, branch, u, scale: phase2(
+            z,
+            lse,
+            open_sum,
+            branch,
+            query=u,
+            norm_scale=scale,
+            place=1,
+            eps=EPS,
+            norm_eps=EPS_OUT,
+            implementation=form,
+        ),
+        moved=13,
+    ),
+)
+"""Public functions with their gradients, which do not alter arrays in place here."""
+
+
+def worst_error(case: Case, arrays: tuple) -> float:
     """The largest error beside the largest value, over the results, against float64 on the CPU."""
-    arrays = case.inputs(tokens, width)
-    actual = jax.tree.map(np.asarray, jax.jit(lambda *x: case.kernel(interpret, *x))(*arrays))
+    actual = jax.tree.map(np.asarray, jax.jit(case.kernel)(*arrays))
     exact = [np.asarray(x, np.float64) for x in arrays]
     with jax.enable_x64(True), jax.default_device(jax.devices("cpu")[0]):
         expected = jax.tree.map(np.asarray, jax.jit(case.reference)(*exact))
@@ -254,7 +311,7 @@ def seconds(function: Callable, arrays: tuple, carry: int | None, calls: int = 2
 
 def timings(case: Case, tokens: int, width: int, peak: float) -> str:
     arrays = case.inputs(tokens, width)
-    ours = seconds(lambda *x: case.kernel(None, *x), arrays, case.carry)
+    ours = seconds(case.kernel, arrays, case.carry)
     xla = seconds(case.reference, arrays, case.carry)
     rate = case.moved * tokens * width * 2 / ours
     return f"{ours * 1e6:9.0f}  {rate / 1e9:8.0f}  {rate / peak:6.0%}  {xla / ours:10.2f}"
@@ -267,7 +324,6 @@ def main() -> int:
     options = parser.parse_args()
     if not options.dry_run and jax.default_backend() != "gpu":
         parser.error("there is no GPU here: --dry-run")
-    interpret = plgpu.InterpretGPUParams(detect_races=True) if options.dry_run else None
     kind = "simulated" if options.dry_run else jax.devices()[0].device_kind
     peak = next((rate for name, rate in PEAKS.items() if name in kind), PEAKS["H100"])
     print(f"jax {jax.__version__}, {kind}, {LIVE} live rows, {QUERIES} queries, bf16")
@@ -276,8 +332,8 @@ def main() -> int:
     )
     failed = False
     for width in (256,) if options.dry_run else (1024, 4096, 7168):
-        for case in CASES:
-            error = worst_error(case, 3 if options.dry_run else 257, width, interpret)
+        for case in CASES + PUBLIC:
+            error = worst_error(case, case.inputs(3 if options.dry_run else 257, width))
             times = "" if options.dry_run else timings(case, options.tokens, width, peak)
             failed |= error > TOLERANCE
             mark = "  WRONG" if error > TOLERANCE else ""

@@ -1,8 +1,11 @@
 """Which form of a kernel runs, and how a Mosaic form runs where there is no accelerator."""
 
+import re
 from typing import Any, Literal
 
-from depthjax.kernels.over_mesh import platform
+import jax
+
+from depthjax.kernels.over_mesh import device_kind, platform
 
 Implementation = Literal["xla", "mosaic", "mosaic_tpu", "mosaic_gpu"] | None
 
@@ -10,15 +13,17 @@ Implementation = Literal["xla", "mosaic", "mosaic_tpu", "mosaic_gpu"] | None
 def choose(implementation: Implementation, *, tpu: bool = True, gpu: bool = True) -> str:
     """ "xla", "mosaic_tpu" or "mosaic_gpu": the form of a kernel that runs.
 
-    None: Mosaic on a platform that it is made for, XLA elsewhere; "mosaic": that of the platform,
-    on a CPU the TPU's, interpreted. tpu, gpu: whether the kernel's forms there take the arguments
-    at hand; without a choice, XLA takes the others. Raises ValueError for another name.
+    None: Mosaic on a platform that it is made for, of GPUs those from Hopper on, XLA elsewhere;
+    "mosaic": that of the platform, on a CPU the TPU's, interpreted. tpu, gpu: whether the kernel's
+    forms there take the arguments at hand; without a choice, XLA takes the others. Raises
+    ValueError for another name.
     """
     where = platform()
     takes = {"mosaic_tpu": tpu, "mosaic_gpu": gpu}
     if implementation is None:
         own = f"mosaic_{where}"
-        return own if takes.get(own, False) else "xla"
+        made_for = where != "gpu" or _from_hopper_on(device_kind())
+        return own if takes.get(own, False) and made_for else "xla"
     if implementation == "mosaic":
         return "mosaic_gpu" if where == "gpu" else "mosaic_tpu"
     if implementation not in ("xla", *takes):
@@ -29,9 +34,31 @@ def choose(implementation: Implementation, *, tpu: bool = True, gpu: bool = True
     return implementation
 
 
+def _from_hopper_on(kind: str) -> bool:
+    """Whether a GPU's name is that of a chip with bulk copies (TMA) and as much shared memory as
+    Hopper: H100, H20, GH200, B200, GB300 and the like."""
+    return re.search(r"\b(G?H\d{2,3}|G?B[123]00)\b", kind) is not None
+
+
 def tpu_interpreter() -> Any:
     """What a TPU kernel gives `pallas_call` as `interpret`: nothing on a TPU, elsewhere JAX's
     simulation of one."""
     from jax.experimental.pallas import tpu as pltpu  # late: it takes a while to import
 
     return False if platform() == "tpu" else pltpu.InterpretParams()
+
+
+def gpu_interpreter() -> Any:
+    """What a GPU kernel gives as `interpret`: nothing on a GPU, elsewhere JAX's simulation of one,
+    which is not made for several devices at work at once. Raises NotImplementedError where this JAX
+    has none."""
+    if platform() == "gpu":
+        return False
+    from jax.experimental.pallas import mosaic_gpu as plgpu  # late: it takes a while to import
+
+    if not hasattr(plgpu, "InterpretGPUParams"):
+        raise NotImplementedError(
+            f"there is no GPU here, and jax {jax.__version__} does not simulate one as jax 0.12 "
+            "does: give implementation=None or 'xla'"
+        )
+    return plgpu.InterpretGPUParams()

@@ -18,6 +18,12 @@ def platform() -> str:
     return device.platform if device is not None else jax.default_backend()
 
 
+def device_kind() -> str:
+    """The name of a device of that platform, as "NVIDIA H100 80GB HBM3"."""
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    return device.device_kind if device is not None else jax.devices()[0].device_kind
+
+
 def batch_axes(batch: int) -> tuple[str, ...]:
     """Axes of the mesh in force (`jax.set_mesh`) that divide a batch of `batch` rows: none without
     a mesh, where the rows do not go round, or where the caller runs on one device's part already.

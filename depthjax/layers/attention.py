@@ -20,12 +20,13 @@ IMPLEMENTATIONS = ("xla", "splash", "cudnn")
 
 def _implementation(dtype: Any, length: int, head_dim: int) -> str:
     """The flash attention of the platform where it applies (TPU: splash; GPU: cuDNN's, of 16 bits
-    and head size 8 n <= 128), else XLA."""
+    and head size 8 n <= 128), else XLA; also for a GPU that is only compiled for, where cuDNN,
+    which would have to be there, is not."""
     where = platform()
     if where == "tpu" and splash.fits(dtype, length):
         return "splash"
     fits = jnp.dtype(dtype).itemsize == 2 and head_dim % 8 == 0 and head_dim <= 128
-    return "cudnn" if fits and where == "gpu" else "xla"
+    return "cudnn" if fits and where == jax.default_backend() == "gpu" else "xla"
 
 
 def causal_attention(

@@ -1,5 +1,6 @@
 """The Mosaic GPU kernels: simulated with race detection, exported, and compiled for an H100."""
 
+import functools
 import importlib.util
 import pathlib
 
@@ -9,11 +10,18 @@ import numpy as np
 import pytest
 from jax import export
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jax.sharding import NamedSharding
+from jax.sharding import (
+    AbstractDevice,
+    AbstractMesh,
+    NamedSharding,
+    use_abstract_mesh,
+)
 from jax.sharding import PartitionSpec as P
 
 from depthjax.aot.topology import mesh_of, prepare_environment, target
 from depthjax.errors import InputError
+from depthjax.kernels import depth_mix, gather_rows, mix_rows, phase1
+from depthjax.kernels.choice import choose
 from depthjax.kernels.mosaic_gpu import (
     fits,
     gather,
@@ -25,9 +33,14 @@ from depthjax.kernels.mosaic_gpu import (
 )
 
 pytestmark = pytest.mark.jax_version
-simulated = pytest.mark.skipif(
-    not hasattr(plgpu, "InterpretGPUParams"), reason="jax 0.10 does not simulate a GPU"
-)
+H100 = "NVIDIA H100 80GB HBM3"
+
+
+def simulated(test):
+    """With JAX's simulation of a GPU, which looks for races."""
+    missing = not hasattr(plgpu, "InterpretGPUParams")
+    test = pytest.mark.skipif(missing, reason="jax 0.10 does not simulate a GPU")(test)
+    return pytest.mark.usefixtures("simulation")(test)
 
 
 def load_benchmark():
@@ -42,8 +55,16 @@ check = load_benchmark()
 every_kernel = pytest.mark.parametrize("case", check.CASES, ids=lambda case: case.name)
 
 
-def simulation():
-    return plgpu.InterpretGPUParams(detect_races=True)
+@pytest.fixture
+def simulation(monkeypatch):
+    """Of few rows and queries, to be quick."""
+    for name, size in (("ROWS", 4), ("LIVE", 3), ("QUERIES", 3)):
+        monkeypatch.setattr(check, name, size)
+    from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
+
+    with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams(detect_races=True)):
+        yield
+    interpret_pallas_call.reset_gpu_interpret_mode_state()
 
 
 def normal(seed, *shape, dtype=jnp.float32):
@@ -67,12 +88,41 @@ def assert_close(actual, expected, relative=1e-5):
 @simulated
 @every_kernel
 def test_kernels_equal_float64(case):
-    assert check.worst_error(case, 2, 256, simulation()) < 4e-3  # bf16 rounds to 2^-9
+    assert check.worst_error(case, case.inputs(2, 256)) < 4e-3  # bf16 rounds to 2^-9
 
 
 @simulated
-@pytest.mark.parametrize("magnitude", [1e-4, 1.0, 1e4])
-@pytest.mark.parametrize("count", [0, 1, 3])
+@pytest.mark.parametrize("case", check.PUBLIC, ids=lambda case: case.name)
+def test_public_functions_and_gradients_equal_float64(case):
+    arrays = [x.astype(jnp.float32) for x in case.inputs(2, 128)]
+    assert check.worst_error(case, arrays) < 1e-5
+
+
+@simulated
+def test_the_pull_form():
+    """In fp32, and rounded once; rows of others hold NaN."""
+    rows, *rest = (x.astype(jnp.float32) for x in check.gather_inputs(2, 128))
+    with jax.enable_x64(True):
+        wide = [jnp.asarray(np.asarray(x, np.float64)) for x in (rows, *rest)]
+        expected = gather_rows(wide[0], 1, *wide[1:], 1e-6)
+        mixed = mix_rows(wide[0], 2, wide[2][0], 1e-6)
+        expected, mixed = jax.tree.map(np.asarray, (expected, mixed))
+    behind, before = rows.at[:1].set(jnp.nan), rows.at[2:].set(jnp.nan)
+
+    def gather_of(dtype=None):
+        return gather_rows(behind, 1, *rest, 1e-6, dtype=dtype, implementation="mosaic_gpu")
+
+    (dv, du), (rounded, _) = gather_of(), gather_of(jnp.bfloat16)
+    assert_close(dv, expected[0])
+    assert_close(du, expected[1])
+    np.testing.assert_array_equal(rounded, dv.astype(jnp.bfloat16))
+    z, lse = mix_rows(before, 2, rest[1][0], 1e-6, implementation="mosaic_gpu")
+    assert_close(z, mixed[0])
+    assert_close(lse, mixed[1])
+
+
+@simulated
+@pytest.mark.parametrize(("count", "magnitude"), [(0, 1.0), (1, 1e4), (3, 1e-4)])
 def test_mixture_of_live_rows_and_the_newest(count, magnitude):
     """Some sources are ruled by eps, and dead rows hold anything; the softmax saturates."""
     rows, newest, u = (
@@ -81,9 +131,7 @@ def test_mixture_of_live_rows_and_the_newest(count, magnitude):
         normal(2, 128),
     )
     rows, u = rows.at[count:].set(jnp.nan), 3 * u
-    z, lse = jax.jit(
-        lambda count: mixture.mix(rows, count, newest, u, 1e-6, interpret=simulation())
-    )(count)
+    z, lse = jax.jit(lambda count: mixture.mix(rows, count, newest, u, 1e-6))(count)
     expected, expected_lse = exact_mixture([*rows[:count], newest], u, 1e-6)
     assert_close(z, expected)
     assert_close(lse, expected_lse)
@@ -92,7 +140,7 @@ def test_mixture_of_live_rows_and_the_newest(count, magnitude):
 @simulated
 def test_one_token_and_one_source():
     rows, u = normal(0, 1, 1, 384), normal(1, 384)
-    z, lse = mixture.mix(rows, 1, None, u, 1e-6, dtype=jnp.bfloat16, interpret=simulation())
+    z, lse = mixture.mix(rows, 1, None, u, 1e-6, dtype=jnp.bfloat16)
     assert z.dtype == jnp.bfloat16
     assert_close(z, rows[0], 4e-3)
     assert_close(lse, exact_mixture(rows, u, 1e-6)[1])
@@ -117,9 +165,7 @@ def test_mixture_gradients_in_float32(newest):
         wide = [jnp.asarray(np.asarray(x, np.float64)) for x in (rows, own, u, c)]
         by_rows, by_own, by_u = map(np.asarray, jax.vjp(naive, *wide[:3])[1](wide[3]))
     dead = rows.at[2].set(jnp.nan)
-    actual = mixture.mix_backward(
-        dead, 2, own if newest else None, u, 1e-6, None, c, before, interpret=simulation()
-    )
+    actual = mixture.mix_backward(dead, 2, own if newest else None, u, 1e-6, None, c, before)
     assert_close(actual[0], before + by_rows)
     np.testing.assert_array_equal(actual[0][2], before[2])
     assert_close(actual[2], by_u)
@@ -132,27 +178,35 @@ def test_mixture_gradients_in_float32(newest):
 
 @simulated
 def test_merge_does_not_see_the_sum_of_a_finished_block():
-    inputs = check.merge_inputs(3, 128)
-    garbage, branch, z, *rest = jnp.full((3, 128), jnp.nan, jnp.bfloat16), *inputs[1:]
-    x, p = two_phase.merge(
-        garbage, branch, jnp.bool_(True), z, *rest, (1e-6, 1e-5), interpret=simulation()
-    )
-    np.testing.assert_array_equal(p, branch)
-    assert_close(x, check.naive_merge(branch, z, *rest)[0], 8e-3)
-    results = two_phase.merge_backward(
-        garbage, branch, True, z, rest[0], rest[1:], (1e-6, 1e-5), (x, None), interpret=simulation()
-    )
-    for result in results:
-        assert np.all(np.isfinite(np.asarray(result, np.float32)))
+    """Nor other mixtures than its own; without a branch the open sum stays as it is."""
+    _, branch, z, *rest = check.merge_inputs(3, 128)
+    garbage = jnp.full((3, 128), jnp.nan, jnp.bfloat16)
+    expected = check.naive_merge(branch, z, *rest)[0]
+    for open_sum, added, fresh in ((garbage, branch, jnp.bool_(True)), (branch, None, None)):
+        x, p = two_phase.merge(
+            jnp.stack([garbage, z]), 1, open_sum, added, *rest, fresh, (1e-6, 1e-5)
+        )
+        np.testing.assert_array_equal(p, branch)
+        assert_close(x, expected, 8e-3)
 
 
 @simulated
-@pytest.mark.parametrize("registers", [8192, 512, 128])
+@pytest.mark.parametrize(("queries", "registers"), [(1, 8192), (2, 8192), (3, 512)])
+def test_no_live_rows(monkeypatch, queries, registers):
+    monkeypatch.setattr(parts, "IN_REGISTERS", registers)
+    rows, u = jnp.full((2, 1, 256), jnp.nan), normal(1, queries, 256)
+    z, lse = phase1(rows, u, count=0, implementation="mosaic_gpu")
+    np.testing.assert_array_equal(z, 0)
+    np.testing.assert_array_equal(lse, -np.inf)
+
+
+@simulated
+@pytest.mark.parametrize("registers", [512, 128])
 def test_queries_in_parts_of_the_features(monkeypatch, registers):
     """One pass where all fits into registers, else parts of the features, or of the queries."""
     monkeypatch.setattr(parts, "IN_REGISTERS", registers)
     rows, u = normal(0, 3, 2, 256), normal(1, 2, 256)
-    z, lse = queries.phase_one(rows.at[2].set(jnp.nan), 2, u, 1e-6, interpret=simulation())
+    z, lse = queries.phase_one(rows.at[2].set(jnp.nan), u, 2, 1e-6)
     for query in range(2):
         expected, expected_lse = exact_mixture(rows[:2], u[query], 1e-6)
         assert_close(z[query], expected)
@@ -160,9 +214,7 @@ def test_queries_in_parts_of_the_features(monkeypatch, registers):
 
 
 @simulated
-@pytest.mark.parametrize(
-    ("count", "queries", "registers"), [(2, 2, 8192), (2, 2, 512), (2, 3, 512), (1, 1, 8192)]
-)
+@pytest.mark.parametrize(("count", "queries", "registers"), [(2, 3, 512), (1, 1, 8192)])
 def test_cotangents_of_queries_in_parts(monkeypatch, count, queries, registers):
     """Those of dead rows are left alone, whatever the rows hold."""
     monkeypatch.setattr(parts, "IN_REGISTERS", registers)
@@ -174,8 +226,7 @@ def test_cotangents_of_queries_in_parts(monkeypatch, count, queries, registers):
         by_rows, du = map(np.asarray, pull(tuple(rest[1:])))
         lse = np.asarray(lse, np.float32)
     actual = queries_backward.phase_one_backward(
-        rows.at[count:].set(jnp.nan), count, u, 1e-6, lse, (c, d_lse), before,
-        interpret=simulation(),
+        rows.at[count:].set(jnp.nan), c, before, lse, d_lse, u, count, 1e-6
     )  # fmt: skip
     assert_close(actual[0][:count], before[:count] + by_rows)
     np.testing.assert_array_equal(actual[0][count:], before[count:])
@@ -185,25 +236,57 @@ def test_cotangents_of_queries_in_parts(monkeypatch, count, queries, registers):
 @simulated
 def test_gather_at_the_last_source():
     rows, last, u, lse, delta = check.gather_inputs(2, 128)
-    dv, du = gather.gather_rows(rows, 8, last, u, lse, delta, 1e-6, interpret=simulation())
+    dv, du = gather.gather(rows, 3, last, u, lse, delta, 1e-6)
     assert np.all(np.isfinite(dv))
-    np.testing.assert_array_equal(du[:8], 0)
+    np.testing.assert_array_equal(du[:3], 0)
+
+
+def on_chip(kind):
+    """As if programs ran on a chip of this name."""
+    device = AbstractDevice(kind, None, "gpu")
+    return use_abstract_mesh(AbstractMesh((), (), abstract_device=device))
 
 
 @every_kernel
-@pytest.mark.parametrize("width", [896, 7168])
-def test_kernels_export_for_cuda(case, width):
-    arrays = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in abstract_inputs(case, 100, width)]
-    exported = export.export(
-        jax.jit(lambda *x: case.kernel(None, *x)),
-        platforms=["cuda"],
-        disabled_checks=[export.DisabledSafetyCheck.custom_call("mosaic_gpu_v2")],
-    )(*arrays)
+def test_kernels_export_for_cuda(case):
+    arrays = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in abstract_inputs(case, 100, 896)]
+    with on_chip(H100):
+        exported = export.export(
+            jax.jit(case.kernel),
+            platforms=["cuda"],
+            disabled_checks=[export.DisabledSafetyCheck.custom_call("mosaic_gpu_v2")],
+        )(*arrays)
     assert "mosaic_gpu_v2" in exported.mlir_module()
 
 
 def abstract_inputs(case, tokens, width):
     return jax.eval_shape(lambda: case.inputs(tokens, width))
+
+
+@pytest.mark.parametrize("kind", ["NVIDIA H20", "NVIDIA GH200 480GB", "NVIDIA B200", H100])
+def test_new_gpus_run_the_kernels(kind):
+    with on_chip(kind):
+        assert choose(None) == "mosaic_gpu"
+        assert choose(None, gpu=False) == "xla"
+
+
+@pytest.mark.parametrize(
+    "kind", ["NVIDIA A100-SXM4-80GB", "Tesla V100-SXM2-16GB", "NVIDIA L4", "NVIDIA GB10"]
+)
+def test_other_gpus_do_not(kind):
+    with on_chip(kind):
+        assert choose(None) == "xla"
+
+
+@pytest.mark.skipif(hasattr(plgpu, "InterpretGPUParams"), reason="jax 0.12 simulates a GPU")
+def test_no_simulation():
+    with pytest.raises(NotImplementedError, match=r"^there is no GPU here, and jax 0\.10"):
+        mix_rows(jnp.zeros((2, 1, 128)), 1, jnp.zeros(128), 1e-6, implementation="mosaic_gpu")
+
+
+def test_sources_that_do_not_fit():
+    with pytest.raises(ValueError, match=r"^sources are float32 of width 72: .* multiple of 128"):
+        depth_mix(jnp.zeros((2, 72)), jnp.zeros(72), implementation="mosaic_gpu")
 
 
 def test_what_fits():
@@ -214,23 +297,39 @@ def test_what_fits():
     assert not fits(1024, jnp.float64)
 
 
+def compile_for(topology, function, arrays, donated=()):
+    """The text of a program for the chips of a topology."""
+    try:
+        described = target(topology)
+    except InputError as error:
+        pytest.skip(str(error))
+    prepare_environment(described)
+    mesh = mesh_of(described, {"data": described.devices})
+    whole = NamedSharding(mesh, P())
+    arrays = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=whole) for x in arrays]
+    with jax.set_mesh(mesh):
+        return jax.jit(function, donate_argnums=donated).lower(*arrays).compile().as_text()
+
+
 @pytest.mark.plan
 @pytest.mark.filterwarnings("ignore")  # of what compilers load
 @every_kernel
 @pytest.mark.parametrize("width", [896, 1024, 2048, 4096, 7168])
 def test_kernels_compile_for_an_h100(case, width):
-    try:
-        described = target("h100:1")
-    except InputError as error:
-        pytest.skip(str(error))
-    prepare_environment(described)
-    mesh = mesh_of(described, {"data": 1})
-    sharding = NamedSharding(mesh, P())
-    arrays = [
-        jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
-        for x in abstract_inputs(case, 512, width)
-    ]
-    with jax.set_mesh(mesh):
-        donated = () if case.carry is None else (case.carry,)
-        lowered = jax.jit(lambda *x: case.kernel(None, *x), donate_argnums=donated).lower(*arrays)
-        lowered.compile()
+    donated = () if case.carry is None else (case.carry,)
+    text = compile_for("h100:1", case.kernel, abstract_inputs(case, 512, width), donated)
+    assert "mosaic_gpu_v2" in text
+
+
+@pytest.mark.plan
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("queries", [1, 4, 11, 18, 64])
+def test_public_functions_compile_for_two_h100s(monkeypatch, queries):
+    """Forward and backward, without being told to; with the queries of various blocks."""
+    monkeypatch.setattr(check, "QUERIES", queries)
+    cases = check.PUBLIC if queries == 1 else check.PUBLIC[2:3]
+    for case in cases:
+        text = compile_for(
+            "h100:2", functools.partial(case.kernel.func, None), abstract_inputs(case, 512, 1792)
+        )
+        assert text.count('custom_call_target="mosaic_gpu_v2"') >= 2

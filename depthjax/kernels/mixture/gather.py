@@ -10,7 +10,8 @@ With a_ji the weight of source i in reader j, kept as a log-sum-exp, and delta_j
     du_j = sum over tokens and i of g_ji n_i
 
 The XLA forms read to the end of the smallest of a few static sizes that holds all live rows: XLA
-fuses no loop over a traced number of rows. The TPU kernels read the live rows alone, each once.
+fuses no loop over a traced number of rows. The Mosaic kernels read the live rows alone, each once;
+on a GPU the products with the directions, [T, D] with [D, N], are XLA's.
 """
 
 from collections.abc import Callable
@@ -19,8 +20,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from depthjax.kernels.choice import Implementation, choose
-from depthjax.kernels.mixture import mosaic_tpu_gather, sharded, tiles
+from depthjax.kernels.choice import Implementation
+from depthjax.kernels.mixture import mosaic_tpu_gather, sharded
 from depthjax.kernels.mixture.read import live_rows, score
 from depthjax.kernels.rms_norm import at_least_float32
 
@@ -54,8 +55,9 @@ def mix_rows(
 ) -> tuple[jax.Array, jax.Array]:
     """(mixture [..., D], log-sum-exp [...]), in at least fp32, of the first `count` of rows
     [N, ..., D] under direction [D]. Has no gradient of its own."""
-    if choose(implementation, tpu=tiles.fits(rows), gpu=False) == "mosaic_tpu":
-        return sharded.mix(rows, count, None, direction, eps)
+    form = sharded.form_of(implementation, rows)
+    if form != "xla":
+        return sharded.mix(form, rows, count, None, direction, eps)
 
     def make(size):
         def mix(rows):
@@ -88,10 +90,10 @@ def gather_rows(
     [N, D]; lse, delta: [N, ...], of the readers; entries of readers before `index` are not used.
     dtype None: as the sums are, in at least fp32.
     """
-    takes = tiles.fits(rows, last) and mosaic_tpu_gather.fits(rows)
-    if choose(implementation, tpu=takes, gpu=False) == "mosaic_tpu":
+    form = sharded.form_of(implementation, rows, last, tpu=mosaic_tpu_gather.fits(rows))
+    if form != "xla":
         dtype = jnp.float32 if dtype is None else dtype
-        return sharded.gather(rows, index, last, directions, lse, delta, eps, dtype)
+        return sharded.gather(form, rows, index, last, directions, lse, delta, eps, dtype)
     dv, du = _gather(rows, index, last, directions, lse, delta, eps)
     return dv if dtype is None else dv.astype(dtype), du
 

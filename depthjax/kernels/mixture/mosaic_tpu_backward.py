@@ -32,15 +32,6 @@ from depthjax.kernels.mixture.tiles import FLOAT32, lane_tiles, over_chunks, sum
 SUBLANES = 8
 
 
-class Cotangents(NamedTuple):
-    """d_rows [N, T, D], d_newest [T, D] or None, du fp32 [D], d_scale fp32 [D] or None."""
-
-    rows: jax.Array
-    newest: jax.Array | None
-    direction: jax.Array
-    scale: jax.Array | None
-
-
 class _Options(NamedTuple):
     """What a kernel is made for. tokens: of the array, where the last block is not full."""
 
@@ -60,8 +51,9 @@ def mix_backward(
     scale: jax.Array | None,
     cotangent: jax.Array,
     d_rows: jax.Array | None,
-) -> Cotangents:
-    """The cotangents of `mosaic_tpu.mix` from that of its result [T, D].
+) -> tuple[jax.Array, jax.Array | None, jax.Array, jax.Array | None]:
+    """(d_rows [N, T, D], d_newest [T, D], du fp32 [D], d_scale fp32 [D]) of `mosaic_tpu.mix` from
+    that of its result [T, D]; None for what was not given.
 
     d_rows: [N, T, D] in a dtype of its own, to which those of the live rows are added in place; the
     others stay as they are. None: the rows of the result that are not live hold anything.
@@ -131,7 +123,7 @@ def mix_backward(
         live = jnp.arange(n)[:, None, None] < count
         found = jnp.where(live, found, d_rows)
     d_scale = jnp.sum(rest.pop(0), axis=0) if scale is not None else None
-    return Cotangents(found, rest[0] if rest else None, jnp.sum(du, axis=0), d_scale)
+    return found, rest[0] if rest else None, jnp.sum(du, axis=0), d_scale
 
 
 def _sizes(rows, newest, cotangent, like) -> tuple[int, int]:

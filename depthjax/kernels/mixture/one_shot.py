@@ -13,8 +13,8 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 
-from depthjax.kernels.choice import Implementation, choose
-from depthjax.kernels.mixture import sharded, tiles
+from depthjax.kernels.choice import Implementation
+from depthjax.kernels.mixture import sharded
 from depthjax.kernels.rms_norm import at_least_float32, rms_norm
 
 
@@ -103,22 +103,25 @@ def depth_mix(
     with the same eps. Returns [..., D] in the dtype of the sources. Statistics, softmax and sum are
     in at least fp32, rounded once at the end. At least one source must be live.
 
-    Implementations: "xla", which reads each source twice, and "mosaic_tpu", of bfloat16 or fp32
-    sources without bias and keep, which reads each live source once forward and once backward, and
-    has no forward-mode derivative. Raises ValueError where shapes do not go together.
+    Implementations: "xla", which reads each source twice, and, of bfloat16 or fp32 sources without
+    bias and keep, "mosaic_tpu" and "mosaic_gpu" (from Hopper on, of a width that is a multiple of
+    128), which read each live source once forward and once backward (a GPU a second time, of its
+    cache), and have no forward-mode derivative. Raises ValueError where shapes do not go together.
     """
     if not hasattr(sources, "ndim"):
         sources = jnp.stack(list(sources))
     given = {"key_scale": key_scale, "output_scale": output_scale}
     _check(sources, newest, bias, {"query": query, **given})
-    takes = bias is None and keep is None and tiles.fits(sources, newest)
-    if choose(implementation, tpu=takes, gpu=False) == "mosaic_tpu":
-        if bias is not None or keep is not None:
+    plain = bias is None and keep is None
+    form = sharded.form_of(implementation, sources, newest, tpu=plain, gpu=plain)
+    if form != "xla":
+        if not plain:
             raise ValueError("bias and keep are given: only implementation='xla' takes them")
         direction = at_least_float32(query)
         if key_scale is not None:
             direction = direction * at_least_float32(key_scale)
-        return _mix_on_tpu(count is None, sources, newest, direction, output_scale, count, eps)
+        whole = count is None
+        return _mosaic(form, whole, sources, newest, direction, output_scale, count, eps)
     _, mixture = _mix(sources, query, key_scale, count, newest, eps, bias, keep)
     if output_scale is not None:
         mixture = rms_norm(mixture, output_scale, eps)
@@ -139,24 +142,24 @@ def _check(sources, newest, bias, vectors) -> None:
             )
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _mix_on_tpu(whole, sources, newest, direction, scale, count, eps):
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _mosaic(form, whole, sources, newest, direction, scale, count, eps):
     """whole: all rows are live, and count is None."""
     count = sources.shape[0] if whole else count
-    return sharded.mix(sources, count, newest, direction, eps, scale, sources.dtype)[0]
+    return sharded.mix(form, sources, count, newest, direction, eps, scale, sources.dtype)[0]
 
 
-def _mix_on_tpu_forward(whole, *arguments):
-    return _mix_on_tpu(whole, *arguments), arguments
+def _mosaic_forward(form, whole, *arguments):
+    return _mosaic(form, whole, *arguments), arguments
 
 
-def _mix_on_tpu_backward(whole, arguments, cotangent):
+def _mosaic_backward(form, whole, arguments, cotangent):
     sources, newest, direction, scale, count, eps = arguments
     count, d_sources = (sources.shape[0], None) if whole else (count, jnp.zeros_like(sources))
     arrays = sources, count, newest, direction, eps, scale, cotangent, d_sources
-    found = sharded.mix_backward(*arrays)
+    found = sharded.mix_backward(form, *arrays)
     d_scale = None if scale is None else found.scale.astype(scale.dtype)
     return found.rows, found.newest, found.direction.astype(direction.dtype), d_scale, None, None
 
 
-_mix_on_tpu.defvjp(_mix_on_tpu_forward, _mix_on_tpu_backward)
+_mosaic.defvjp(_mosaic_forward, _mosaic_backward)

@@ -9,11 +9,13 @@ over the first `count` rows v_i of a buffer and one source outside of it (Attent
     dv_i = p_i c + g_i rho_i (u - n_i e_i / D),     du = sum over tokens and sources of g_i n_i
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 
-from depthjax.kernels.choice import Implementation, choose
-from depthjax.kernels.mixture import sharded, tiles
+from depthjax.kernels.choice import Implementation
+from depthjax.kernels.mixture import sharded
 from depthjax.kernels.over_mesh import platform
 from depthjax.kernels.rms_norm import at_least_float32, rms_norm
 
@@ -36,38 +38,39 @@ def depth_read(
     eps, it comes out normalised and rounded to the dtype of `newest`. The history comes back so
     that its cotangent passes through: the backward pass adds to it in place, in the live rows.
 
-    Implementations: "xla", which keeps two numbers a token and source and reads dead rows, and
-    "mosaic_tpu", of bfloat16 or fp32 sources, which keeps nothing and moves each live source once
-    each way; it has no forward-mode derivative.
+    Implementations: "xla", which keeps two numbers a token and source and reads dead rows, and, of
+    bfloat16 or fp32 sources, "mosaic_tpu" and "mosaic_gpu" (from Hopper on, of a width that is a
+    multiple of 128), which keep nothing and move each live source once each way (a GPU reads it a
+    second time backward, of its cache); they have no forward-mode derivative.
     """
-    takes = tiles.fits(history, newest)
-    if choose(implementation, tpu=takes, gpu=False) == "mosaic_tpu":
-        return _read_on_tpu(history, newest, direction, output_scale, count, eps)
+    form = sharded.form_of(implementation, history, newest)
+    if form != "xla":
+        return _mosaic(form, history, newest, direction, output_scale, count, eps)
     mixture, history = _read(history, newest, direction, count, eps)
     if output_scale is not None:
         mixture = rms_norm(mixture, output_scale, eps).astype(newest.dtype)
     return mixture, history
 
 
-@jax.custom_vjp
-def _read_on_tpu(history, newest, direction, scale, count, eps):
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _mosaic(form, history, newest, direction, scale, count, eps):
     dtype = jnp.float32 if scale is None else newest.dtype
-    return sharded.mix(history, count, newest, direction, eps, scale, dtype)[0], history
+    return sharded.mix(form, history, count, newest, direction, eps, scale, dtype)[0], history
 
 
-def _read_on_tpu_forward(*arguments):
-    return _read_on_tpu(*arguments), arguments
+def _mosaic_forward(form, *arguments):
+    return _mosaic(form, *arguments), arguments
 
 
-def _read_on_tpu_backward(arguments, cotangents):
+def _mosaic_backward(form, arguments, cotangents):
     history, newest, direction, scale, count, eps = arguments
     c, d_history = cotangents
-    found = sharded.mix_backward(history, count, newest, direction, eps, scale, c, d_history)
+    found = sharded.mix_backward(form, history, count, newest, direction, eps, scale, c, d_history)
     d_scale = None if scale is None else found.scale.astype(scale.dtype)
     return found.rows, found.newest, found.direction.astype(direction.dtype), d_scale, None, None
 
 
-_read_on_tpu.defvjp(_read_on_tpu_forward, _read_on_tpu_backward)
+_mosaic.defvjp(_mosaic_forward, _mosaic_backward)
 
 
 def score(v: jax.Array, u: jax.Array, eps) -> tuple[jax.Array, jax.Array]:

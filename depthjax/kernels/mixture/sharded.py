@@ -1,17 +1,64 @@
-"""The TPU kernels on arrays of any number of token axes, each device on its own rows of a batch."""
+"""The Mosaic kernels on arrays of any number of token axes, each device on its own rows of a batch.
 
-from typing import Any
+form: "mosaic_tpu" or "mosaic_gpu", whose kernels take the same arguments.
+"""
+
+import types
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from depthjax.kernels.mixture import mosaic_tpu, mosaic_tpu_backward, mosaic_tpu_gather
-from depthjax.kernels.mixture.mosaic_tpu_backward import Cotangents
+from depthjax.kernels import mosaic_gpu
+from depthjax.kernels.choice import Implementation, choose
+from depthjax.kernels.mixture import mosaic_tpu, mosaic_tpu_backward, mosaic_tpu_gather, tiles
 from depthjax.kernels.over_mesh import over_batch
 
 
-def mix(rows, count, newest, direction, eps, scale=None, dtype=jnp.float32):
-    """`mosaic_tpu.mix` of rows [N, ..., D] and newest [..., D]: ([..., D], [...])."""
+class Cotangents(NamedTuple):
+    """d_rows [N, ..., D], d_newest [..., D] or None, du fp32 [D], d_scale fp32 [D] or None."""
+
+    rows: jax.Array
+    newest: jax.Array | None
+    direction: jax.Array
+    scale: jax.Array | None
+
+
+def form_of(
+    implementation: Implementation, *arrays: jax.Array | None, tpu: bool = True, gpu: bool = True
+) -> str:
+    """The form that runs on these sources [..., D]: one dtype, bfloat16 or float32, for both Mosaic
+    forms, and a width that is a multiple of 128 up to 7168 for a GPU's. tpu, gpu: whether they take
+    the rest. Raises ValueError where a GPU's is named and does not take the sources."""
+    same, width = tiles.fits(*arrays), arrays[0].shape[-1]
+    on_gpu = same and mosaic_gpu.fits(width)
+    form = choose(implementation, tpu=tpu and same, gpu=gpu and on_gpu)
+    if form == "mosaic_gpu" and not on_gpu:
+        raise ValueError(
+            f"sources are {arrays[0].dtype} of width {width}: implementation='mosaic_gpu' takes "
+            f"bfloat16 or float32, all the same, of a multiple of {mosaic_gpu.LANES} up to "
+            f"{mosaic_gpu.WIDEST}; give None or 'xla'"
+        )
+    return form
+
+
+def _kernels(form: str) -> types.SimpleNamespace:
+    """mix, mix_backward and gather of flat arrays: rows [N, T, D] and newest [T, D]."""
+    if form == "mosaic_gpu":
+        from depthjax.kernels.mosaic_gpu import gather, mixture  # late: they take a while to import
+
+        return types.SimpleNamespace(
+            mix=mixture.mix, mix_backward=mixture.mix_backward, gather=gather.gather
+        )
+    return types.SimpleNamespace(
+        mix=mosaic_tpu.mix,
+        mix_backward=mosaic_tpu_backward.mix_backward,
+        gather=mosaic_tpu_gather.gather,
+    )
+
+
+def mix(form, rows, count, newest, direction, eps, scale=None, dtype=jnp.float32):
+    """(mixture [..., D] of `dtype`, log-sum-exp [...]) of rows [N, ..., D] and newest [..., D]."""
     shape = rows.shape[1:]
 
     def local(axes, rows, newest, *others):
@@ -19,7 +66,7 @@ def mix(rows, count, newest, direction, eps, scale=None, dtype=jnp.float32):
         return out.reshape(*rows.shape[1:]), lse.reshape(rows.shape[1:-1])
 
     def _mix(rows, newest, direction, eps, scale, count=count):
-        return mosaic_tpu.mix(rows, count, newest, direction, eps, scale, dtype)
+        return _kernels(form).mix(rows, count, newest, direction, eps, scale, dtype)
 
     given = (*_with_batch(rows, newest), direction, jnp.asarray(eps), scale)
     axes, (given, count_axis) = (1, 0, None, None, None), _and_count(given, count)
@@ -28,14 +75,15 @@ def mix(rows, count, newest, direction, eps, scale=None, dtype=jnp.float32):
     return out.reshape(shape), lse.reshape(shape[:-1])
 
 
-def mix_backward(rows, count, newest, direction, eps, scale, cotangent, d_rows) -> Cotangents:
-    """`mosaic_tpu_backward.mix_backward` of rows and d_rows [N, ..., D], newest and cotangent
-    [..., D]."""
+def mix_backward(form, rows, count, newest, direction, eps, scale, cotangent, d_rows) -> Cotangents:
+    """Those of `mix` from that of the mixture [..., D]; d_rows [N, ..., D]: what is added to, in
+    place, in the live rows, or None: then the others of the result hold anything."""
     shape = rows.shape
 
     def local(axes, rows, newest, cotangent, d_rows, direction, eps, scale, count=count):
         flat = _flat(rows, 1), count, _flat(newest, 0), direction, eps, scale
-        found = mosaic_tpu_backward.mix_backward(*flat, _flat(cotangent, 0), _flat(d_rows, 1))
+        run = _kernels(form).mix_backward
+        found = Cotangents(*run(*flat, _flat(cotangent, 0), _flat(d_rows, 1)))
         sums = tuple(_sum_over(axes, x) for x in (found.direction, found.scale))
         own = None if newest is None else found.newest.reshape(newest.shape)
         return Cotangents(found.rows.reshape(rows.shape), own, *sums)
@@ -48,8 +96,8 @@ def mix_backward(rows, count, newest, direction, eps, scale, cotangent, d_rows) 
     return found._replace(rows=found.rows.reshape(shape), newest=own)
 
 
-def gather(rows, index, last, directions, lse, delta, eps, dtype):
-    """`mosaic_tpu_gather.gather` of rows [N, ..., D], last [..., D], lse and delta [N, ...]."""
+def gather(form, rows, index, last, directions, lse, delta, eps, dtype):
+    """(dv [..., D] of `dtype`, du fp32 [N, D]); see `gather_rows`."""
     shape, n = rows.shape, rows.shape[0]
     rows, last = _with_batch(rows, last)
     batch = rows.shape[1]
@@ -58,7 +106,7 @@ def gather(rows, index, last, directions, lse, delta, eps, dtype):
     def local(axes, rows, index, last, directions, lse, delta, eps):
         by_reader = lse.reshape(n, -1), delta.reshape(n, -1)
         arrays = _flat(rows, 1), index, _flat(last, 0), directions, *by_reader
-        dv, du = mosaic_tpu_gather.gather(*arrays, eps, dtype)
+        dv, du = _kernels(form).gather(*arrays, eps, dtype)
         return dv.reshape(last.shape), _sum_over(axes, du)
 
     in_axes = (1, None, 0, None, 1, 1, None)

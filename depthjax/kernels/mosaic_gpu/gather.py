@@ -14,8 +14,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from depthjax.kernels.mosaic_gpu import warpgroup as wg
 
 
-def gather_rows(rows, index, last, directions, lse, delta, eps, *, interpret=None):
-    """(dv [T, D], du [N, D]), both fp32, of source `index`; du: its share in those of all readers.
+def gather(rows, index, last, directions, lse, delta, eps, dtype=jnp.float32):
+    """(dv [T, D] of `dtype`, du [N, D] fp32) of source `index`; du: its share in those of all
+    readers.
 
     rows: [N, T, D], the sources 0..index, and behind them in row j + 1 the cotangent of reader j's
     mixture, for j = index..N-2; last: [T, D], that of reader N - 1, in the dtype of the rows;
@@ -28,15 +29,15 @@ def gather_rows(rows, index, last, directions, lse, delta, eps, *, interpret=Non
     e = jnp.einsum("td,jd->jt", v, directions, precision="high") * rho
     reads = (jnp.arange(readers) >= index)[:, None]
     a = jnp.where(reads, jnp.exp(jnp.where(reads, e - lse, 0)), 0)
-    dv, dots = weighted_cotangents(rows, index, last, a, interpret=interpret)
+    dv, dots = weighted_cotangents(rows, index, last, a)
     g = jnp.where(reads, a * (dots - delta), 0)
     along = jnp.einsum("jt,jd->td", g, directions, precision="high")
     radial = (rho * jnp.sum(g * e, axis=0) / width)[:, None] * v
     du = jnp.einsum("jt,td->jd", g * rho, v, precision="high")
-    return dv + rho[:, None] * (along - radial), du
+    return (dv + rho[:, None] * (along - radial)).astype(dtype), du
 
 
-def weighted_cotangents(rows, index, last, weights, *, interpret=None):
+def weighted_cotangents(rows, index, last, weights):
     """(sum_j a_j c_j [T, D], c_j . v [N, T]), both fp32, over the readers j >= index of source v =
     rows[index], with weights a [N, T]; products of readers before `index` hold anything."""
     readers, tokens, width = rows.shape
@@ -93,7 +94,6 @@ def weighted_cotangents(rows, index, last, weights, *, interpret=None):
             "buffer": wg.row_buffer(width, rows.dtype, slots),
             "arrived": plgpu.Barrier(num_barriers=slots),
         },
-        interpret,
     )
-    total, dots = kernel(wg.scalar(index), wg.split(rows), wg.split(last), weights)
+    total, dots = kernel(wg.integers(index), wg.split(rows), wg.split(last), weights)
     return wg.merge(total), dots

@@ -1,7 +1,7 @@
 """Depth mixtures of one query, and their cotangents, on a GPU: a live row is read once forward.
 
     e_i = u . v_i rho_i,  rho_i = 1 / sqrt(mean(v_i^2) + eps),  p = softmax_i(e),  z = sum_i p_i v_i
-    y = z r scale,  r = 1 / sqrt(mean(z^2) + eps_out)
+    y = z r scale,  r = 1 / sqrt(mean(z^2) + eps)
 
 (arXiv 2603.15031, section 3; u is the query times the key scale). The softmax runs online over
 depth: the largest logit, the sum of weights and the mixture so far stay in registers. Backward,
@@ -26,30 +26,30 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from depthjax.kernels.mosaic_gpu import warpgroup as wg
 
-LEAST = -1e30
-"""Below every logit; -inf would leave inf - inf."""
+LEAST, TINY = -1e30, 1e-30
+"""Below every logit, since -inf would leave inf - inf, and below every sum of weights but that of
+no source."""
 
 
-def mix(rows, count, newest, u, eps, norm=None, *, dtype=None, interpret=None):
-    """(mixture [T, D], lse [T] fp32) over the first `count` of rows [N, T, D] and `newest` [T, D].
+def mix(rows, count, newest, u, eps, scale=None, dtype=jnp.float32):
+    """(mixture [T, D] of `dtype`, lse [T] fp32) over the first `count` of rows [N, T, D] and
+    `newest` [T, D], of one dtype.
 
-    count: int32 scalar, traced or not; newest: or None, with count >= 1; u: [D] fp32. norm: (scale
-    [D], eps) of an RMSNorm on the mixture, which is then rounded to the rows' dtype; without one it
-    is in `dtype`, fp32 by default. Moves (count + 2) T D numbers with `newest`.
+    count, eps: traced or not; newest: or None, with count >= 1; u: [D] fp32; scale: [D] of an
+    RMSNorm on the mixture, or None for none. Moves (count + 2) T D numbers with `newest`.
     """
     _, tokens, width = rows.shape
-    dtype = rows.dtype if norm is not None else jnp.dtype(dtype or jnp.float32)
     slots = wg.slots_of(width * rows.dtype.itemsize)
     blocks = wg.blocks_of(tokens, width * slots * rows.dtype.itemsize, 3, width)
     live = _mean_sources(rows, newest)
 
-    def body(block, count_ref, rows_ref, *refs, buffer, arrived):
+    def body(block, count_ref, eps_ref, rows_ref, *refs, buffer, arrived):
         newest_ref, refs = _first(refs, newest is not None)
-        scale_ref, (u_ref, mixture_ref, lse_ref) = _first(refs, norm is not None)
+        scale_ref, (u_ref, mixture_ref, lse_ref) = _first(refs, scale is not None)
         mine = wg.tokens_of(block, blocks, tokens)
         sources = _Sources(rows_ref, newest_ref, count_ref[0])
         steps = mine * sources.total
-        u = wg.load(u_ref)
+        u, eps = wg.load(u_ref), eps_ref[0]
 
         def copy(step, slot):
             n, token = lax.rem(step, sources.total), lax.div(step, sources.total)
@@ -62,8 +62,8 @@ def mix(rows, count, newest, u, eps, norm=None, *, dtype=None, interpret=None):
         def _(k):
             first = k * sources.total
             z, lse = _online(ring, buffer, first, sources.total, steps, u, eps)
-            if norm is not None:
-                z = z * lax.rsqrt(jnp.sum(z * z) / width + norm[1]) * wg.load(scale_ref)
+            if scale is not None:
+                z = z * lax.rsqrt(jnp.sum(z * z) / width + eps) * wg.load(scale_ref)
             lse_ref[block + k * blocks] = lse
             wg.store(z, mixture_ref.at[block + k * blocks])
 
@@ -76,24 +76,25 @@ def mix(rows, count, newest, u, eps, norm=None, *, dtype=None, interpret=None):
             "buffer": wg.row_buffer(width, rows.dtype, slots),
             "arrived": plgpu.Barrier(num_barriers=slots),
         },
-        interpret,
     )
-    mixture, lse = kernel(wg.scalar(count), *_split(rows, newest, norm and norm[0], u))
+    operands = _split(rows, newest, scale, u)
+    mixture, lse = kernel(wg.integers(count), wg.numbers(eps), *operands)
     return wg.merge(mixture), lse
 
 
-def mix_backward(rows, count, newest, u, eps, norm, cotangent, d_rows, *, interpret=None):
+def mix_backward(rows, count, newest, u, eps, scale, cotangent, d_rows=None):
     """(d_rows, d_newest, du [D], d_scale [D]) of `mix` from the cotangent [T, D] of its mixture.
 
     d_rows: [N, T, D], in any of the dtypes; the rows' cotangents are added to its first `count`
-    rows, in place where the caller donates it. d_newest: in the dtype of `newest`, or None; du and
-    d_scale (None without a norm): fp32. Moves (3 count + 3) T D numbers with `newest`, and count
-    more where the cache does not hold the rows of the tokens in work.
+    rows, in place where the caller donates it; None: to zeros. d_newest: in the dtype of `newest`,
+    or None; du and d_scale (None without a norm): fp32. Moves (3 count + 3) T D numbers with
+    `newest`, and count more where the cache does not hold the rows of the tokens in work.
     """
+    d_rows = jnp.zeros_like(rows) if d_rows is None else d_rows
     _, tokens, width = rows.shape
     sizes = rows.dtype.itemsize, d_rows.dtype.itemsize
     slots = wg.slots_of(width * sum(sizes))
-    sums = 1 if norm is None else 2
+    sums = 1 if scale is None else 2
     shared = width * (slots * sum(sizes) + 4 * sums)
     blocks = wg.blocks_of(tokens, shared, 4, width)
     live = _mean_sources(rows, newest)
@@ -101,20 +102,20 @@ def mix_backward(rows, count, newest, u, eps, norm, cotangent, d_rows, *, interp
     moved += [(rows.shape[0] + (newest is None), d_rows.dtype)]  # twice the mean count
     moved += [] if newest is None else [(1, newest.dtype)]
 
-    def body(block, count_ref, rows_ref, *refs, **scratch):
+    def body(block, count_ref, eps_ref, rows_ref, *refs, **scratch):
         newest_ref, refs = _first(refs, newest is not None)
-        scale_ref, refs = _first(refs, norm is not None)
+        scale_ref, refs = _first(refs, scale is not None)
         u_ref, c_ref, d_rows_ref, *refs = refs
         d_newest_ref, refs = _first(refs, newest is not None)
-        d_scale_ref, (du_ref,) = _first(refs, norm is not None)
+        d_scale_ref, (du_ref,) = _first(refs, scale is not None)
         work = _Backward(
             sources=_Sources(rows_ref, newest_ref, count_ref[0]), d_rows=d_rows_ref,
-            d_newest=d_newest_ref, cotangent=c_ref, u=u_ref, scale=scale_ref, eps=eps,
-            eps_out=norm and norm[1], width=width, slots=slots, **scratch,
+            d_newest=d_newest_ref, cotangent=c_ref, u=u_ref, scale=scale_ref,
+            eps=eps_ref[0], width=width, slots=slots, **scratch,
         )  # fmt: skip
         work.run(block, blocks, tokens)
         wg.store(wg.load(work.sums.at[0]), du_ref.at[block])
-        if norm is not None:
+        if scale is not None:
             wg.store(wg.load(work.sums.at[1]), d_scale_ref.at[block])
 
     out_type = [wg.row_type(width, jnp.float32, blocks)] * sums
@@ -132,11 +133,10 @@ def mix_backward(rows, count, newest, u, eps, norm, cotangent, d_rows, *, interp
             "arrived": plgpu.Barrier(num_barriers=slots),
             "d_arrived": plgpu.Barrier(num_barriers=slots),
         },
-        interpret,
     )
     accumulated = jax.new_ref(wg.split(d_rows))
-    operands = _split(rows, newest, norm and norm[0], u, cotangent)
-    out = kernel(wg.scalar(count), *operands, accumulated)
+    operands = _split(rows, newest, scale, u, cotangent)
+    out = kernel(wg.integers(count), wg.numbers(eps), *operands, accumulated)
     d_newest, (*d_scale, du) = _first(out, newest is not None)
     reduced = [wg.merge(jnp.sum(x, axis=0)) for x in (du, *d_scale)]
     d_newest = None if d_newest is None else wg.merge(d_newest)
@@ -182,7 +182,6 @@ class _Backward:
     u: Any
     scale: Any
     eps: Any
-    eps_out: Any
     width: int
     slots: int
     buffer: Any
@@ -224,7 +223,7 @@ class _Backward:
             )
 
     def through_norm(self, dy, z):
-        r = lax.rsqrt(jnp.sum(z * z) / self.width + self.eps_out)
+        r = lax.rsqrt(jnp.sum(z * z) / self.width + self.eps)
         unit = z * r
         wg.add(dy * unit, self.sums.at[1])
         dy = dy * wg.load(self.scale)
@@ -272,7 +271,7 @@ def _online(ring, buffer, first, total, steps, u, eps):
 
     start = jnp.float32(LEAST), jnp.float32(0), wg.zeros(buffer.shape[-2] * wg.LANES)
     most, weight, z = lax.fori_loop(0, total, step, start)
-    return z / weight, most + jnp.log(weight)
+    return z / jnp.maximum(weight, TINY), most + jnp.log(weight)
 
 
 def _mean_sources(rows, newest) -> float:

@@ -15,48 +15,50 @@ from jax.experimental import pallas as pl
 
 from depthjax.kernels.mosaic_gpu import parts
 from depthjax.kernels.mosaic_gpu import warpgroup as wg
-from depthjax.kernels.mosaic_gpu.mixture import LEAST, mix
+from depthjax.kernels.mosaic_gpu.mixture import LEAST, TINY, mix
 from depthjax.kernels.mosaic_gpu.parts import Parts, Queries, mean_rows, part_of
 
 
-def phase_one(rows, count, directions, eps, *, dtype=None, interpret=None):
-    """(mixtures [S, T, D] in `dtype`, the rows' by default, lse [S, T] fp32) of the first `count`,
-    at least one, of rows [N, T, D] under directions [S, D], each a query times its key scale.
+def phase_one(rows, directions, count, eps):
+    """(mixtures [S, T, D] in the rows' dtype, lse [S, T] fp32) of the first `count` (None: all) of
+    rows [N, T, D] under directions [S, D], each a query times its key scale. Without a live row
+    they are 0 and -inf.
 
     Moves (count + S) T D numbers where S D is at most 8192, else (2 count + S) T D.
     """
     queries, width = directions.shape
-    dtype = jnp.dtype(dtype or rows.dtype)
+    count = rows.shape[0] if count is None else count
     if queries == 1:
-        mixture, lse = mix(rows, count, None, directions[0], eps, dtype=dtype, interpret=interpret)
+        mixture, lse = mix(rows, count, None, directions[0], eps, None, rows.dtype)
         return mixture[None], lse[None]
     directions = directions.astype(jnp.float32)
     if queries * width <= parts.IN_REGISTERS:
-        return _online(rows, count, directions, eps, dtype, interpret)
+        return _online(rows, count, directions, eps)
     part = part_of(queries, width)
     if part is None:  # too many queries even for the narrowest part
         halves = jnp.split(directions, [queries // 2])
-        results = [phase_one(rows, count, x, eps, dtype=dtype, interpret=interpret) for x in halves]
+        results = [phase_one(rows, x, count, eps) for x in halves]
         return tuple(jnp.concatenate(x) for x in zip(*results, strict=True))
-    products, squares = _products(rows, count, directions, part, interpret)
+    products, squares = _products(rows, count, directions, part)
     live = jnp.arange(rows.shape[0]) < count
     rho = lax.rsqrt(jnp.sum(squares, axis=0) / width + eps)
     e = jnp.where(live[:, None], jnp.sum(products, axis=0) * rho[..., None], -jnp.inf)
     lse = jax.nn.logsumexp(e, axis=1)
-    p = jnp.exp(e - lse[:, None])
-    return _weigh(rows, count, p, part, dtype, interpret), lse.T
+    p = jnp.where(e > -jnp.inf, jnp.exp(e - lse[:, None]), 0)
+    return _weigh(rows, count, p, part), lse.T
 
 
-def _online(rows, count, directions, eps, dtype, interpret):
+def _online(rows, count, directions, eps):
     queries, width = directions.shape
     tokens = rows.shape[1]
     whole = Parts([rows], width, 2 * queries + 2)
     live = mean_rows(rows)
-    moved = [(live, rows.dtype), (queries, dtype)]
+    moved = [(live + queries, rows.dtype)]
     of = Queries(queries, width)
 
-    def body(block, count_ref, rows_ref, u_ref, mixture_ref, lse_ref, *, buffers, arrived):
-        count, (_, _, lane, mine) = count_ref[0], whole.of(block)
+    def body(block, count_ref, eps_ref, rows_ref, u_ref, *refs, buffers, arrived):
+        mixture_ref, lse_ref = refs
+        count, eps, (_, _, lane, mine) = count_ref[0], eps_ref[0], whole.of(block)
         ring = whole.ring([rows_ref], block, count, buffers, arrived)
         ring.fill(mine * count)
         u = of.load(u_ref)
@@ -77,24 +79,23 @@ def _online(rows, count, directions, eps, dtype, interpret):
             most, weight, z = lax.fori_loop(0, count, step, start)
             token = lane + k * whole.lanes
             wg.store(most + jnp.log(weight), lse_ref.at[token])
-            wg.store(z / of.each(weight), mixture_ref.at[:, token])
+            wg.store(z / of.each(jnp.maximum(weight, TINY)), mixture_ref.at[:, token])
 
     kernel = wg.launch(
         body,
         ("depth_phase_one", wg.cost(tokens, width, moved, 4 * queries * live)),
         whole.blocks,
         (
-            jax.ShapeDtypeStruct((queries, tokens, width), dtype),
+            jax.ShapeDtypeStruct((queries, tokens, width), rows.dtype),
             jax.ShapeDtypeStruct((tokens, queries), jnp.float32),
         ),
         whole.scratch,
-        interpret,
     )
-    mixtures, lse = kernel(wg.scalar(count), rows, directions)
+    mixtures, lse = kernel(wg.integers(count), wg.numbers(eps), rows, directions)
     return mixtures, lse.T
 
 
-def _products(rows, count, directions, part, interpret):
+def _products(rows, count, directions, part):
     """(u_s . v_i [parts, T, N, S], |v_i|^2 [parts, T, N]) over each part of the features; those of
     dead rows hold anything."""
     queries, width = directions.shape
@@ -128,12 +129,11 @@ def _products(rows, count, directions, part, interpret):
             jax.ShapeDtypeStruct(shape, jnp.float32),
         ),
         divided.scratch,
-        interpret,
     )
-    return kernel(wg.scalar(count), rows, directions)
+    return kernel(wg.integers(count), rows, directions)
 
 
-def _weigh(rows, count, weights, part, dtype, interpret):
+def _weigh(rows, count, weights, part):
     """sum_i p_si v_i [S, T, D] with weights p [T, N, S]."""
     queries, (_, tokens, width) = weights.shape[-1], rows.shape
     divided = Parts([rows], part, queries + 2)
@@ -160,8 +160,8 @@ def _weigh(rows, count, weights, part, dtype, interpret):
             z = lax.fori_loop(0, count, step, of.full(0))
             wg.store(z, mixture_ref.at[:, token, features])
 
-    out_type = jax.ShapeDtypeStruct((queries, tokens, width), dtype)
-    moved = [(live, rows.dtype), (queries, dtype)]
+    out_type = jax.ShapeDtypeStruct((queries, tokens, width), rows.dtype)
+    moved = [(live + queries, rows.dtype)]
     call = "depth_weigh", wg.cost(tokens, width, moved, 2 * queries * live)
-    kernel = wg.launch(body, call, divided.blocks, out_type, divided.scratch, interpret)
-    return kernel(wg.scalar(count), rows, weights)
+    kernel = wg.launch(body, call, divided.blocks, out_type, divided.scratch)
+    return kernel(wg.integers(count), rows, weights)

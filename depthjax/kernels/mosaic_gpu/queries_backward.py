@@ -19,15 +19,18 @@ from depthjax.kernels.mosaic_gpu import warpgroup as wg
 from depthjax.kernels.mosaic_gpu.parts import Parts, Queries, mean_rows, part_of
 
 
-def phase_one_backward(rows, count, directions, eps, lse, cotangents, d_rows, *, interpret=None):
+def phase_one_backward(rows, c, d_rows, lse, d_lse, directions, count, eps):
     """(d_rows, du [S, D] fp32) of `phase_one`.
 
-    lse: [S, T] fp32, as it returned it; cotangents: (of the mixtures [S, T, D], of the lse [S, T]
-    fp32); d_rows: [N, T, D], where the rows' cotangents are added to the first `count` rows, in
-    place where the caller donates it. Moves (4 count + 2 S) T D numbers.
+    lse: [S, T] fp32, as it returned it; c, d_lse: cotangents of the mixtures [S, T, D] and of the
+    lse [S, T] fp32; d_rows: [N, T, D], where the rows' cotangents are added to the first `count`
+    rows (None: all), in place where the caller donates it; None: to zeros. Moves (4 count + 2 S)
+    T D numbers.
     """
     queries, width = directions.shape
-    directions, (c, d_lse) = directions.astype(jnp.float32), cotangents
+    directions = directions.astype(jnp.float32)
+    d_rows = jnp.zeros_like(rows) if d_rows is None else d_rows
+    count = rows.shape[0] if count is None else count
     part = part_of(max(2, queries), width, arrays=2)
     if queries == 1:  # a second one, of which nothing depends
         directions, lse, d_lse, c = (
@@ -36,11 +39,11 @@ def phase_one_backward(rows, count, directions, eps, lse, cotangents, d_rows, *,
     elif part is None:  # too many queries even for the narrowest part
         du, half = [], queries // 2
         for some in (slice(half), slice(half, None)):
-            own = (directions[some], eps, lse[some], (c[some], d_lse[some]))
-            d_rows, own_du = phase_one_backward(rows, count, *own, d_rows, interpret=interpret)
+            own = lse[some], d_lse[some], directions[some]
+            d_rows, own_du = phase_one_backward(rows, c[some], d_rows, *own, count, eps)
             du.append(own_du)
         return d_rows, jnp.concatenate(du)
-    by_query, by_cotangent, squares = _products(rows, count, directions, c, part, interpret)
+    by_query, by_cotangent, squares = _products(rows, count, directions, c, part)
     live = (jnp.arange(rows.shape[0]) < count)[:, None]
     rho = lax.rsqrt(jnp.sum(squares, axis=0) / width + eps)[..., None]  # [T, N, 1]
     e = jnp.where(live, jnp.sum(by_query, axis=0) * rho, 0)
@@ -49,11 +52,11 @@ def phase_one_backward(rows, count, directions, eps, lse, cotangents, d_rows, *,
     g = p * (dots - jnp.sum(p * dots, axis=1, keepdims=True) + d_lse.T[:, None])
     radial = rho[..., 0] ** 2 * jnp.sum(g * e, axis=-1) / width
     small = p, g * rho, radial
-    d_rows, du = _spread(rows, count, directions, c, small, d_rows, part, interpret)
+    d_rows, du = _spread(rows, count, directions, c, small, d_rows, part)
     return d_rows, du[:queries]
 
 
-def _products(rows, count, directions, cotangents, part, interpret):
+def _products(rows, count, directions, cotangents, part):
     """(u_s . v_i, c_s . v_i [parts, T, N, S], |v_i|^2 [parts, T, N]) over each part of the
     features; those of dead rows hold anything."""
     queries, width = directions.shape
@@ -94,12 +97,11 @@ def _products(rows, count, directions, cotangents, part, interpret):
             jax.ShapeDtypeStruct(shape, jnp.float32),
         ),
         divided.scratch,
-        interpret,
     )
-    return kernel(wg.scalar(count), rows, directions, cotangents)
+    return kernel(wg.integers(count), rows, directions, cotangents)
 
 
-def _spread(rows, count, directions, cotangents, small, d_rows, part, interpret):
+def _spread(rows, count, directions, cotangents, small, d_rows, part):
     """(d_rows with dv added, du) from small: (p, g rho [T, N, S], radial [T, N])."""
     queries, width = directions.shape
     tokens = rows.shape[1]
@@ -140,7 +142,6 @@ def _spread(rows, count, directions, cotangents, small, d_rows, part, interpret)
         divided.blocks,
         jax.ShapeDtypeStruct((divided.lanes, queries, width), jnp.float32),
         divided.scratch,
-        interpret,
     )
-    du = kernel(wg.scalar(count), rows, directions, cotangents, *small, accumulated)
+    du = kernel(wg.integers(count), rows, directions, cotangents, *small, accumulated)
     return jax.freeze(accumulated), jnp.sum(du, axis=0)

@@ -13,11 +13,9 @@ Backward, with unit = h r and q the cotangent of x times the scale,
     dp = w dh + de rho (u - p rho e / D) + what p has from elsewhere,  dm = (1 - w) dh,  dlse = -de
     du = sum over tokens of de rho p,  dscale = sum over tokens of dx unit
 
-Forward moves five rows a token, three in and two out; backward six, or seven with a cotangent of p.
+Forward moves five rows a token, three in and two out, of which one less in where a block begins;
+backward six.
 """
-
-import dataclasses
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -29,71 +27,94 @@ from depthjax.kernels.mosaic_gpu import warpgroup as wg
 from depthjax.kernels.mosaic_gpu.mixture import score
 
 
-def merge(open_sum, branch, fresh, mixture, lse, u, scale, eps, *, interpret=None):
+def merge(mixtures, place, open_sum, branch, lse, u, scale, fresh, eps):
     """(x, p), both [T, D]: the next branch input, and the open block's sum.
 
-    open_sum, branch: [T, D], with p in the dtype of open_sum; fresh: scalar, traced or not: whether
-    a block begins, so that open_sum is not read; mixture: [T, D], with x in its dtype; lse: [T]
-    fp32; u, scale: [D]; eps: (of the key norm, of the norm of x).
+    mixtures: [S, T, D], of which that at `place`, traced or not, is taken, with x in its dtype;
+    open_sum, branch: [T, D], with p in the dtype of open_sum; branch None: p is open_sum; lse: [T]
+    fp32; u, scale: [D]; fresh: None or a scalar, traced or not: whether a block begins, so that
+    open_sum is not read; eps: (of the key norm, of the norm of x).
     """
-    tokens, width = branch.shape
-    rows = open_sum, branch, mixture
-    slots, blocks, scratch = _plan(rows, 0, 4)
-    p_dtype, read = open_sum.dtype, [(1, x.dtype) for x in rows]
+    tokens, width = open_sum.shape
+    branch, fresh = (open_sum, True) if branch is None else (branch, fresh)
+    rows = open_sum, branch, mixtures
+    slots, blocks, scratch = _plan(tokens, rows, sums=0)
+    scratch["open_arrived"] = plgpu.Barrier(num_barriers=slots)
+    scratch["arrived"] = plgpu.Barrier(num_arrivals=2, num_barriers=slots)
+    out_dtypes = mixtures.dtype, open_sum.dtype
+    moved = [(1, dtype) for dtype in (*(x.dtype for x in rows), *out_dtypes)]
 
-    def body(block, fresh_ref, *refs, buffers, arrived, open_arrived):
-        u_ref, scale_ref, lse_ref, x_ref, p_ref = refs[3:]
-        fresh, mine = fresh_ref[0] != 0, wg.tokens_of(block, blocks, tokens)
-        stream = _Stream(refs[:3], buffers, open_arrived, fresh)
-        ring = stream.ring(block, blocks, arrived, slots)
+    def body(block, integers_ref, eps_ref, *refs, buffers, arrived, open_arrived):
+        open_ref, branch_ref, mixtures_ref, u_ref, scale_ref, lse_ref, x_ref, p_ref = refs
+        fresh, place = integers_ref[0] != 0, integers_ref[1]
+        mine = wg.tokens_of(block, blocks, tokens)
+        so_far, added, mixed = buffers
+
+        def copy(step, slot):
+            token = block + step * blocks
+            pl.when(~fresh)(
+                lambda: plgpu.copy_gmem_to_smem(
+                    open_ref.at[token], so_far.at[slot], open_arrived.at[slot]
+                )
+            )
+            plgpu.copy_gmem_to_smem(branch_ref.at[token], added.at[slot], arrived.at[slot])
+            mixture = mixtures_ref.at[place, token]
+            plgpu.copy_gmem_to_smem(mixture, mixed.at[slot], arrived.at[slot])
+
+        ring = wg.Ring(arrived, slots, copy)
         ring.fill(mine)
         u = wg.load(u_ref)
 
         @pl.loop(0, mine)
         def _(k):
             token, slot = block + k * blocks, ring.wait(k)
-            p, m = stream.source(slot, p_dtype)
+            pl.when(~fresh)(lambda: plgpu.barrier_wait(open_arrived.at[slot]))
+            pl.when(fresh)(lambda: wg.clear(so_far.at[slot]))
+            p = wg.load(added.at[slot]) + wg.load(so_far.at[slot])
+            p = p.astype(open_sum.dtype).astype(jnp.float32)
             wg.store(p, p_ref.at[token])
-            e, _ = score(p, u, eps[0])
+            m, (e, _) = wg.load(mixed.at[slot]), score(p, u, eps_ref[0])
             h = m + _sigmoid(e - lse_ref[token]) * (p - m)
-            r = lax.rsqrt(jnp.sum(h * h) / width + eps[1])
+            r = lax.rsqrt(jnp.sum(h * h) / width + eps_ref[1])
             wg.store(h * r * wg.load(scale_ref), x_ref.at[token])
             ring.release(k, mine)
 
     kernel = wg.launch(
         body,
-        ("depth_merge", wg.cost(tokens, width, [*read, (1, mixture.dtype), (1, p_dtype)], 14)),
+        ("depth_merge", wg.cost(tokens, width, moved, 14)),
         blocks,
-        (wg.row_type(width, mixture.dtype, tokens), wg.row_type(width, p_dtype, tokens)),
+        tuple(wg.row_type(width, dtype, tokens) for dtype in out_dtypes),
         scratch,
-        interpret,
     )
     vectors = u.astype(jnp.float32), scale.astype(jnp.float32)
-    x, p = kernel(wg.scalar(fresh), *map(wg.split, (*rows, *vectors)), lse)
+    scalars = wg.integers(False if fresh is None else fresh, place), wg.numbers(*eps)
+    x, p = kernel(*scalars, *map(wg.split, (*rows, *vectors)), lse)
     return wg.merge(x), wg.merge(p)
 
 
-def merge_backward(
-    open_sum, branch, fresh, mixture, lse, vectors, eps, cotangents, *, interpret=None
-):
-    """(dp, d_mixture, d_lse, du, d_scale) of `merge`; vectors: (u, scale); cotangents: (of x, of p
-    or None), [T, D].
+def merge_backward(mixture, p, d_x, d_p, lse, u, scale, eps):
+    """(d_mixture, dp, d_lse, du, d_scale) of `merge` from p, as it returned it, and the cotangents
+    of its results, [T, D].
 
-    dp: [T, D] in the dtype of the branch: the cotangent of the branch and, unless fresh, of
-    open_sum; du, d_scale: [D] fp32.
+    d_mixture, dp: [T, D] in the dtypes of the mixture and of p; d_lse: [T] fp32; du, d_scale: [D]
+    fp32. dp is the cotangent of the branch and, unless fresh, of the open sum.
     """
-    tokens, width = branch.shape
-    rows = [open_sum, branch, mixture, *(c for c in cotangents if c is not None)]
-    slots, blocks, scratch = _plan(rows, 2, 4)
-    read = [(1, x.dtype) for x in rows]
+    tokens, width = p.shape
+    rows = mixture, p, d_x, d_p
+    slots, blocks, scratch = _plan(tokens, rows, sums=2)
+    scratch["arrived"] = plgpu.Barrier(num_arrivals=len(rows), num_barriers=slots)
+    moved = [(1, x.dtype) for x in (*rows, mixture, p)]
 
-    def body(block, fresh_ref, *refs, buffers, arrived, open_arrived, sums):
-        u_ref, scale_ref, lse_ref, dp_ref, dm_ref, d_lse_ref, du_ref, d_scale_ref = refs[
-            len(rows) :
-        ]
-        fresh, mine = fresh_ref[0] != 0, wg.tokens_of(block, blocks, tokens)
-        stream = _Stream(refs[: len(rows)], buffers, open_arrived, fresh)
-        ring = stream.ring(block, blocks, arrived, slots)
+    def body(block, eps_ref, *refs, buffers, arrived, sums):
+        u_ref, scale_ref, lse_ref, dm_ref, dp_ref, d_lse_ref, du_ref, d_scale_ref = refs[4:]
+        mine = wg.tokens_of(block, blocks, tokens)
+
+        def copy(step, slot):
+            for array, buffer in zip(refs, buffers, strict=False):
+                row = array.at[block + step * blocks]
+                plgpu.copy_gmem_to_smem(row, buffer.at[slot], arrived.at[slot])
+
+        ring = wg.Ring(arrived, slots, copy)
         ring.fill(mine)
         u = wg.load(u_ref)
         wg.clear(sums.at[0])
@@ -102,12 +123,12 @@ def merge_backward(
         @pl.loop(0, mine)
         def _(k):
             token, slot = block + k * blocks, ring.wait(k)
-            p, m = stream.source(slot, open_sum.dtype)
-            e, rho = score(p, u, eps[0])
+            m, p = wg.load(buffers[0].at[slot]), wg.load(buffers[1].at[slot])
+            e, rho = score(p, u, eps_ref[0])
             w, rest = _sigmoid(e - lse_ref[token]), _sigmoid(lse_ref[token] - e)
             h = m + w * (p - m)
-            r = lax.rsqrt(jnp.sum(h * h) / width + eps[1])
-            dx = wg.load(buffers[3].at[slot])
+            r = lax.rsqrt(jnp.sum(h * h) / width + eps_ref[1])
+            dx = wg.load(buffers[2].at[slot])
             wg.add(dx * h * r, sums.at[1])
             q = dx * wg.load(scale_ref)
             dh = r * (q - h * (jnp.sum(q * h) * r * r / width))
@@ -116,9 +137,7 @@ def merge_backward(
             wg.store(rest * dh, dm_ref.at[token])
             wg.add((de * rho) * p, sums.at[0])
             dp = w * dh + (de * rho) * (u - (rho * e / width) * p)
-            if cotangents[1] is not None:
-                dp = dp + wg.load(buffers[4].at[slot])
-            wg.store(dp, dp_ref.at[token])
+            wg.store(dp + wg.load(buffers[3].at[slot]), dp_ref.at[token])
             ring.release(k, mine)
 
         wg.store(wg.load(sums.at[0]), du_ref.at[block])
@@ -127,21 +146,20 @@ def merge_backward(
     of_block = wg.row_type(width, jnp.float32, blocks)
     kernel = wg.launch(
         body,
-        ("depth_merge_backward", wg.cost(tokens, width, [*read, *read[1:3]], 40)),
+        ("depth_merge_backward", wg.cost(tokens, width, moved, 40)),
         blocks,
         (
-            wg.row_type(width, branch.dtype, tokens),
             wg.row_type(width, mixture.dtype, tokens),
+            wg.row_type(width, p.dtype, tokens),
             jax.ShapeDtypeStruct((tokens,), jnp.float32),
             of_block,
             of_block,
         ),
         scratch,
-        interpret,
     )
-    wide = (x.astype(jnp.float32) for x in vectors)
-    dp, dm, d_lse, *sums = kernel(wg.scalar(fresh), *map(wg.split, (*rows, *wide)), lse)
-    return wg.merge(dp), wg.merge(dm), d_lse, *(wg.merge(jnp.sum(x, axis=0)) for x in sums)
+    operands = *rows, u.astype(jnp.float32), scale.astype(jnp.float32)
+    dm, dp, d_lse, *sums = kernel(wg.numbers(*eps), *map(wg.split, operands), lse)
+    return wg.merge(dm), wg.merge(dp), d_lse, *(wg.merge(jnp.sum(x, axis=0)) for x in sums)
 
 
 def _sigmoid(x):
@@ -149,51 +167,14 @@ def _sigmoid(x):
     return 1 / (1 + jnp.exp(-x))
 
 
-def _plan(rows, sums: int, live_rows: int) -> tuple[int, int, dict]:
+def _plan(tokens: int, rows, sums: int) -> tuple[int, int, dict]:
     """(slots, blocks, shared memory) of a ring that takes a row [D] of each array a step, beside
     `sums` rows of fp32."""
-    tokens, width = rows[0].shape
+    width = rows[0].shape[-1]
     a_step = width * sum(x.dtype.itemsize for x in rows)
     slots = wg.slots_of(a_step)
-    scratch = {
-        "buffers": [wg.row_buffer(width, x.dtype, slots) for x in rows],
-        "arrived": plgpu.Barrier(num_arrivals=len(rows) - 1, num_barriers=slots),
-        "open_arrived": plgpu.Barrier(num_barriers=slots),
-    }
+    scratch = {"buffers": [wg.row_buffer(width, x.dtype, slots) for x in rows]}
     if sums:
         scratch["sums"] = wg.row_buffer(width, jnp.float32, sums)
     shared = slots * a_step + 4 * sums * width
-    return slots, wg.blocks_of(tokens, shared, live_rows, width), scratch
-
-
-@dataclasses.dataclass(frozen=True)
-class _Stream:
-    """Rows of tokens on their way: of the open sum, unless a block begins, the branch, the mixture
-    and whatever else."""
-
-    arrays: Any
-    buffers: Any
-    open_arrived: Any
-    fresh: Any
-
-    def ring(self, block, blocks: int, arrived, slots: int) -> wg.Ring:
-        """The ring that takes a token a step."""
-
-        def copy(step, slot):
-            def row(i, barriers):
-                token = self.arrays[i].at[block + step * blocks]
-                plgpu.copy_gmem_to_smem(token, self.buffers[i].at[slot], barriers.at[slot])
-
-            pl.when(~self.fresh)(lambda: row(0, self.open_arrived))
-            for i in range(1, len(self.arrays)):
-                row(i, arrived)
-
-        return wg.Ring(arrived, slots, copy)
-
-    def source(self, slot, dtype):
-        """(p, the mixture) of the token in a slot; p rounded to dtype."""
-        so_far = self.buffers[0].at[slot]
-        pl.when(~self.fresh)(lambda: plgpu.barrier_wait(self.open_arrived.at[slot]))
-        pl.when(self.fresh)(lambda: wg.clear(so_far))
-        p = wg.load(self.buffers[1].at[slot]) + wg.load(so_far)
-        return p.astype(dtype).astype(jnp.float32), wg.load(self.buffers[2].at[slot])
+    return slots, wg.blocks_of(tokens, shared, 4, width), scratch

@@ -19,25 +19,18 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-LANES = 128
+from depthjax.kernels.choice import gpu_interpreter
+from depthjax.kernels.mosaic_gpu import LANES
+
 PROCESSORS = 132
 """Streaming multiprocessors of an H100 or H200; on a larger chip the others idle."""
 SHARED_BYTES = 224 * 1024
 """Shared memory of a processor that its blocks divide, less what the compiler keeps."""
-WIDEST = 7168
-"""Widest row: 56 registers of each thread for each of the arrays that are live at once."""
 AHEAD_BYTES = 32 * 1024
 """A block's bytes under way: with two blocks a processor, the latency of HBM at its bandwidth."""
 
 _LOAD_TAKES_INDEX = "idx" in inspect.signature(plgpu.load).parameters  # jax 0.10
 _STORES_EXPLICITLY = hasattr(plgpu, "store")  # jax 0.12
-
-
-def fits(width: int, *dtypes: Any) -> bool:
-    """Whether the kernels take rows of `width` features in these dtypes: a multiple of 128 up to
-    7168, in bf16 or fp32. Any number of tokens and of sources goes."""
-    narrow = all(jnp.dtype(dtype) in (jnp.bfloat16, jnp.float32) for dtype in dtypes)
-    return narrow and width % LANES == 0 and 0 < width <= WIDEST
 
 
 def split(x: jax.Array) -> jax.Array:
@@ -50,9 +43,14 @@ def merge(x: jax.Array) -> jax.Array:
     return x.reshape(*x.shape[:-2], x.shape[-2] * LANES)
 
 
-def scalar(x: Any) -> jax.Array:
-    """A number, traced or not, as kernels take it."""
-    return jnp.asarray(x, jnp.int32).reshape(1)
+def integers(*values: Any) -> jax.Array:
+    """int32 numbers, traced or not, as kernels take them."""
+    return jnp.stack([jnp.asarray(x, jnp.int32) for x in values])
+
+
+def numbers(*values: Any) -> jax.Array:
+    """fp32 numbers, traced or not, as kernels take them."""
+    return jnp.stack([jnp.asarray(x, jnp.float32) for x in values])
 
 
 def row_type(width: int, dtype: Any, *leading: int) -> jax.ShapeDtypeStruct:
@@ -163,10 +161,10 @@ def cost(tokens: int, width: int, moved: Sequence[tuple[float, Any]], flops: flo
     )
 
 
-def launch(body: Callable, call: Any, blocks: int, out_type: Any, scratch: dict, interpret: Any):
+def launch(body: Callable, call: Any, blocks: int, out_type: Any, scratch: dict):
     """The kernel that runs body(block, *refs, **scratch) on `blocks` warpgroups, over arrays and
-    over `jax.Ref`s, which it changes in place. call: (name, cost); interpret: None on a GPU, a
-    `plgpu.InterpretGPUParams` elsewhere (jax 0.12)."""
+    over `jax.Ref`s, which it changes in place; simulated where there is no GPU. call: (name,
+    cost)."""
     name, estimate = call
     # pl.kernel, not plgpu.kernel: that one takes no jax.Ref on jax 0.10.
     mesh = plgpu.Mesh(
@@ -184,7 +182,7 @@ def launch(body: Callable, call: Any, blocks: int, out_type: Any, scratch: dict,
         mesh=mesh,
         name=name,
         cost_estimate=estimate,
-        interpret=interpret or False,
+        interpret=gpu_interpreter(),
         compiler_params=plgpu.CompilerParams(
             lowering_semantics=plgpu.LoweringSemantics.Warpgroup,
         ),

@@ -5,6 +5,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
+from depthjax.kernels import mosaic_gpu
 from depthjax.kernels.choice import Implementation, choose
 from depthjax.kernels.over_mesh import over_batch
 from depthjax.kernels.rms_norm import at_least_float32
@@ -28,10 +29,11 @@ def phase1(
     0..count-1 are live (None: all), the others may hold anything. Without a live row a mixture is
     0 and its log-sum-exp -inf, which phase 2 takes as "the open sum alone".
 
-    Moves N + S rows of tokens x D in its Mosaic form, of which dead rows are not fetched; there, a
-    token that is not finite spoils up to 15 neighbours. The mixtures' error is one rounding to
-    their dtype, for bfloat16 and S > 8 plus 2^-9 of the largest source. The backward pass keeps the
-    log-sum-exp and the arguments. Raises ValueError for a form that does not take the arguments.
+    Moves N + S rows of tokens x D in its Mosaic forms (on a GPU 2 N + S where S D is above 8192),
+    of which dead rows are not fetched; on a TPU, a token that is not finite spoils up to 15
+    neighbours. The mixtures' error is one rounding to their dtype, on a TPU for bfloat16 and S > 8
+    plus 2^-9 of the largest source. The backward pass keeps the log-sum-exp and the arguments.
+    Raises ValueError for a form that does not take the arguments.
     """
     form = _form_of_phase1(implementation, blocks, queries.shape[0], len(blocks))
     return _phase1(form, blocks, _directions(queries, key_scale), count, eps)
@@ -62,7 +64,7 @@ def phase1_backward(
     """
     rows = len(blocks) * (1 if into is None else 2)
     form = _form_of_phase1(implementation, blocks, directions.shape[0], rows)
-    run = _mosaic_backward1 if form == "mosaic_tpu" else xla.backward1
+    run = xla.backward1 if form == "xla" else functools.partial(_mosaic_backward1, form)
     return run(blocks, directions, lse, by_mixtures, by_lse, count, eps, into)
 
 
@@ -90,38 +92,51 @@ def phase2(
     (None: ones), norm_scale: [D]. p is rounded to the dtype of the open sum, and the rounded value
     is what is read; x has the dtype of the mixture, and is rounded once.
 
-    The Mosaic form is one launch for any number of tokens, and moves 5 rows of tokens x D (4 where
+    A Mosaic form is one launch for any number of tokens, and moves 5 rows of tokens x D (4 where
     there is no branch, or a fresh one). The backward pass keeps the mixture, the lse and p.
     """
     if branch is None and fresh is not None:
         raise ValueError("fresh says that a branch replaces the open sum, but there is no branch")
     if place is None:
         mixture, lse, place = mixture[None], lse[None], 0
-    dtypes = (x.dtype for x in (mixture, open_sum, branch) if x is not None)
-    form = _form(implementation, all(dtype in _TPU_DTYPES for dtype in dtypes))
+    form = _form(implementation, True, mixture, open_sum, branch)
     direction = _directions(query, key_scale)
     scalars = eps, norm_eps
     small = direction, norm_scale, fresh, scalars
     return _phase2(form, mixture, lse, place, open_sum, branch, *small)
 
 
-_TPU_DTYPES = jnp.bfloat16, jnp.float32
-
-
 def _form_of_phase1(implementation, blocks, queries, rows):
     """rows: that the backward pass moves beside the sources and a row a query."""
-    fits = blocks.dtype in _TPU_DTYPES and block_tokens(blocks, queries, rows) is not None
-    return _form(implementation, fits)
+    return _form(implementation, block_tokens(blocks, queries, rows) is not None, blocks)
 
 
-def _form(implementation, fits):
-    form = choose(implementation, tpu=fits, gpu=False)
-    if form == "mosaic_gpu" or (form == "mosaic_tpu" and not fits):
+def _form(implementation, fits_tpu, *arrays):
+    """The form for arrays [..., D]; fits_tpu: whether a TPU has room for them."""
+    dtypes, width = [x.dtype for x in arrays if x is not None], arrays[0].shape[-1]
+    narrow = all(dtype in (jnp.bfloat16, jnp.float32) for dtype in dtypes)
+    fits = {"tpu": narrow and fits_tpu, "gpu": mosaic_gpu.fits(width, *dtypes)}
+    form = choose(implementation, **fits)
+    if form != "xla" and not fits[form.removeprefix("mosaic_")]:
         raise ValueError(
             f"two-phase reads have no form {form} for these arguments: it takes bfloat16 and "
-            "float32 on a TPU, as many sources of a width as fit there; give 'xla' or None"
+            "float32, on a TPU as many sources of a width as fit there, on a GPU widths that are "
+            f"multiples of {mosaic_gpu.LANES} up to {mosaic_gpu.WIDEST}; give 'xla' or None"
         )
     return form
+
+
+def _kernels(form):
+    """(both phases forward, the first one and the second one backward) of flat arrays [..., T, D]:
+    they take the same arguments on all platforms."""
+    if form == "mosaic_gpu":  # late: they take a while to import
+        from depthjax.kernels.mosaic_gpu import queries, queries_backward, two_phase
+
+        forward = queries.phase_one, two_phase.merge
+        return *forward, queries_backward.phase_one_backward, two_phase.merge_backward
+    from depthjax.kernels.two_phase import phase1_tpu, phase2_tpu
+
+    return phase1_tpu.forward, phase2_tpu.forward, phase1_tpu.backward, phase2_tpu.backward
 
 
 def _directions(query, key_scale):
@@ -138,7 +153,7 @@ def _phase1(form, blocks, directions, count, eps):
 
 
 def _forward1(form, blocks, directions, count, eps):
-    run = _mosaic_forward1 if form == "mosaic_tpu" else xla.forward1
+    run = xla.forward1 if form == "xla" else functools.partial(_mosaic_forward1, form)
     mixtures, lse = run(blocks, directions, count, eps)
     return (mixtures, lse), (blocks, directions, lse, count, eps)
 
@@ -153,11 +168,11 @@ def _backward1(form, kept, cotangents):
 _phase1.defvjp(_forward1, _backward1)
 
 
-def _mosaic_forward1(blocks, directions, count, eps):
-    from depthjax.kernels.two_phase import phase1_tpu
+def _mosaic_forward1(form, blocks, directions, count, eps):
+    forward, *_ = _kernels(form)
 
     def local(_, blocks, directions, count, eps):
-        mixtures, lse = phase1_tpu.forward(_flat(blocks, 1), directions, count, eps)
+        mixtures, lse = forward(_flat(blocks, 1), directions, count, eps)
         shape = (len(directions), *blocks.shape[1:])
         return mixtures.reshape(shape), lse.reshape(shape[:-1])
 
@@ -165,13 +180,13 @@ def _mosaic_forward1(blocks, directions, count, eps):
     return run(blocks, directions, count, eps)
 
 
-def _mosaic_backward1(blocks, directions, lse, by_mixtures, by_lse, count, eps, into):
-    from depthjax.kernels.two_phase import phase1_tpu
+def _mosaic_backward1(form, blocks, directions, lse, by_mixtures, by_lse, count, eps, into):
+    _, _, backward, _ = _kernels(form)
 
     def local(axes, blocks, lse, by_mixtures, by_lse, into, directions, count, eps):
         tokens = [None if x is None else _flat(x, 1) for x in (blocks, by_mixtures, into)]
         small = [x.reshape(len(x), -1) for x in (lse, by_lse)]
-        by_blocks, by_directions = phase1_tpu.backward(*tokens, *small, directions, count, eps)
+        by_blocks, by_directions = backward(*tokens, *small, directions, count, eps)
         return by_blocks.reshape(blocks.shape), jax.lax.psum(by_directions, axes)
 
     in_axes = (1, 1, 1, 1, 1, None, None, None)
@@ -189,17 +204,17 @@ def _phase2(form, mixtures, lses, place, open_sum, branch, direction, norm_scale
 
 
 def _forward2(form, mixtures, lses, place, open_sum, branch, *small):
-    if form == "mosaic_tpu":
-        x, p = _mosaic_forward2(mixtures, lses[place], place, open_sum, branch, *small)
-    else:
+    if form == "xla":
         x, p = xla.forward2(mixtures[place], lses[place], open_sum, branch, *small)
+    else:
+        x, p = _mosaic_forward2(form, mixtures, lses[place], place, open_sum, branch, *small)
     like = None if branch is None else jnp.zeros((0,), branch.dtype)
     return (x, p), (mixtures, lses, place, p, *small, like)
 
 
 def _backward2(form, kept, cotangents):
     mixtures, lses, place, p, direction, norm_scale, fresh, scalars, like = kept
-    run = _mosaic_backward2 if form == "mosaic_tpu" else xla.backward2
+    run = xla.backward2 if form == "xla" else functools.partial(_mosaic_backward2, form)
     by_x, by_p = cotangents
     grads = run(mixtures[place], lses[place], p, by_x, by_p, direction, norm_scale, scalars)
     by_mixture, by_lse, by_p, by_direction, by_scale = grads
@@ -218,12 +233,12 @@ def _backward2(form, kept, cotangents):
 _phase2.defvjp(_forward2, _backward2)
 
 
-def _mosaic_forward2(mixtures, lse, place, open_sum, branch, *small):
-    from depthjax.kernels.two_phase import phase2_tpu
+def _mosaic_forward2(form, mixtures, lse, place, open_sum, branch, *small):
+    _, forward, *_ = _kernels(form)
 
     def local(_, mixtures, lse, open_sum, branch, place, *small):
         tokens = [None if x is None else _flat(x, 0) for x in (open_sum, branch)]
-        x, p = phase2_tpu.forward(_flat(mixtures, 1), place, *tokens, lse.reshape(-1), *small)
+        x, p = forward(_flat(mixtures, 1), place, *tokens, lse.reshape(-1), *small)
         return x.reshape(open_sum.shape), p.reshape(open_sum.shape)
 
     in_axes = (1, 0, 0, 0, None, None, None, None, None)
@@ -231,13 +246,13 @@ def _mosaic_forward2(mixtures, lse, place, open_sum, branch, *small):
     return run(mixtures, lse, open_sum, branch, place, *small)
 
 
-def _mosaic_backward2(mixture, lse, p, by_x, by_p, direction, norm_scale, scalars):
-    from depthjax.kernels.two_phase import phase2_tpu
+def _mosaic_backward2(form, mixture, lse, p, by_x, by_p, direction, norm_scale, scalars):
+    *_, backward = _kernels(form)
 
     def local(axes, mixture, lse, *rest):
         tokens, small = (mixture, *rest[:3]), rest[3:]
         flat = [_flat(x, 0) for x in tokens]
-        by_mixture, by_p, by_lse, *sums = phase2_tpu.backward(*flat, lse.reshape(-1), *small)
+        by_mixture, by_p, by_lse, *sums = backward(*flat, lse.reshape(-1), *small)
         by_tokens = [x.reshape(mixture.shape) for x in (by_mixture, by_p)]
         return *by_tokens, by_lse.reshape(lse.shape), *jax.lax.psum(sums, axes)
 
