@@ -7,10 +7,11 @@ import jax.numpy as jnp
 
 from depthjax.kernels.mixture import mosaic_tpu, mosaic_tpu_backward, mosaic_tpu_gather
 from depthjax.kernels.mixture.mosaic_tpu_backward import Cotangents
+from depthjax.kernels.mixture.rule import PLAIN
 from depthjax.kernels.over_mesh import over_batch
 
 
-def mix(rows, count, newest, direction, eps, scale=None, dtype=jnp.float32):
+def mix(rows, count, newest, direction, eps, scale=None, dtype=jnp.float32, rule=PLAIN):
     """`mosaic_tpu.mix` of rows [N, ..., D] and newest [..., D]: ([..., D], [...])."""
     shape = rows.shape[1:]
 
@@ -19,7 +20,7 @@ def mix(rows, count, newest, direction, eps, scale=None, dtype=jnp.float32):
         return out.reshape(*rows.shape[1:]), lse.reshape(rows.shape[1:-1])
 
     def _mix(rows, newest, direction, eps, scale, count=count):
-        return mosaic_tpu.mix(rows, count, newest, direction, eps, scale, dtype)
+        return mosaic_tpu.mix(rows, count, newest, direction, eps, scale, dtype, rule)
 
     given = (*_with_batch(rows, newest), direction, jnp.asarray(eps), scale)
     axes, (given, count_axis) = (1, 0, None, None, None), _and_count(given, count)
@@ -28,14 +29,16 @@ def mix(rows, count, newest, direction, eps, scale=None, dtype=jnp.float32):
     return out.reshape(shape), lse.reshape(shape[:-1])
 
 
-def mix_backward(rows, count, newest, direction, eps, scale, cotangent, d_rows) -> Cotangents:
+def mix_backward(
+    rows, count, newest, direction, eps, scale, cotangent, d_rows, rule=PLAIN
+) -> Cotangents:
     """`mosaic_tpu_backward.mix_backward` of rows and d_rows [N, ..., D], newest and cotangent
     [..., D]."""
     shape = rows.shape
 
     def local(axes, rows, newest, cotangent, d_rows, direction, eps, scale, count=count):
         flat = _flat(rows, 1), count, _flat(newest, 0), direction, eps, scale
-        found = mosaic_tpu_backward.mix_backward(*flat, _flat(cotangent, 0), _flat(d_rows, 1))
+        found = mosaic_tpu_backward.mix_backward(*flat, _flat(cotangent, 0), _flat(d_rows, 1), rule)
         sums = tuple(_sum_over(axes, x) for x in (found.direction, found.scale))
         own = None if newest is None else found.newest.reshape(newest.shape)
         return Cotangents(found.rows.reshape(rows.shape), own, *sums)
