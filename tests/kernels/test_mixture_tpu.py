@@ -245,5 +245,5 @@ def test_shapes_that_do_not_go_together():
         depth_mix(sources, query, newest=query)
     with pytest.raises(ValueError, match=r"^sources has shape \(8,\): give \[N, ..., D\]"):
         depth_mix(query, query)
-    with pytest.raises(ValueError, match=r"^bias and keep are given: only"):
+    with pytest.raises(ValueError, match=r"^bias or keep is given: only"):
         depth_mix(sources, query, bias=jnp.zeros(3), implementation="mosaic_tpu")

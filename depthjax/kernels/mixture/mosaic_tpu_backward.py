@@ -12,7 +12,8 @@ with y' the cotangent that is given and s the scale. The other steps take one ro
     g_i  = p_i (c . v_i - c . z)
     dv_i = p_i c + g_i rho_i (u - n_i e_i / D),     du = sum over tokens and sources of g_i n_i
 
-(Attention Residuals, arXiv 2603.15031; see `read` for the symbols). Each part, one a TensorCore,
+(Attention Residuals, arXiv 2603.15031; see `read` for the symbols; under a sigmoid g_i = p_i
+(1 - p_i) c . v_i, and with raw keys rho = 1 and e drops out of dv). Each part, one a TensorCore,
 sums du and ds over its tokens in an output block of its own.
 """
 
@@ -26,7 +27,14 @@ from jax.experimental.pallas import tpu as pltpu
 
 from depthjax.kernels.choice import tpu_interpreter
 from depthjax.kernels.mixture import tiles
-from depthjax.kernels.mixture.mosaic_tpu import add_rows, groups, mean_count, start_mixture
+from depthjax.kernels.mixture.mosaic_tpu import (
+    add_rows,
+    groups,
+    mean_count,
+    scorer,
+    start_mixture,
+)
+from depthjax.kernels.mixture.rule import PLAIN, MixtureRule
 from depthjax.kernels.mixture.tiles import FLOAT32, lane_tiles, over_chunks, sum_lanes, wide
 
 SUBLANES = 8
@@ -35,6 +43,7 @@ SUBLANES = 8
 class _Options(NamedTuple):
     """What a kernel is made for. tokens: of the array, where the last block is not full."""
 
+    rule: MixtureRule
     group: int
     has_newest: bool
     has_scale: bool
@@ -51,6 +60,7 @@ def mix_backward(
     scale: jax.Array | None,
     cotangent: jax.Array,
     d_rows: jax.Array | None,
+    rule: MixtureRule = PLAIN,
 ) -> tuple[jax.Array, jax.Array | None, jax.Array, jax.Array | None]:
     """(d_rows [N, T, D], d_newest [T, D], du fp32 [D], d_scale fp32 [D]) of `mosaic_tpu.mix` from
     that of its result [T, D]; None for what was not given.
@@ -58,24 +68,28 @@ def mix_backward(
     d_rows: [N, T, D] in a dtype of its own, to which those of the live rows are added in place; the
     others stay as they are. None: the rows of the result that are not live hold anything.
     """
-    (n, tokens, width), options = rows.shape, None
-    group, block = _sizes(rows, newest, cotangent, rows if d_rows is None else d_rows)
+    n, tokens, width = rows.shape
+    most, skipped = rule.most(n, newest is not None), rule.skipped(count, newest is not None)
+    seen, windowed = count - skipped, rule.window is not None
+    like = rows if d_rows is None else d_rows
+    group, block = _sizes(rows, most, newest, cotangent, like)
     blocks = pl.cdiv(tokens, block)
     parts = 2 if blocks % 2 == 0 else 1
     blocks //= parts
     ragged = tokens if tokens % block else None
-    options = _Options(group, newest is not None, scale is not None, d_rows is not None, ragged)
+    has = newest is not None, scale is not None, d_rows is not None
+    options = _Options(rule, group, *has, ragged)
     token_spec = pl.BlockSpec((block, width), lambda p, i, r, bounds: (p * blocks + i, 0))
     whole = pl.BlockSpec((1, width), lambda p, i, r, bounds: (0, 0))
     part_sum = pl.BlockSpec((SUBLANES, width), lambda p, i, r, bounds: (p, 0))
 
     def one_row(p, i, r, bounds):
-        row = jnp.minimum(jnp.maximum(r - bounds[2], 0), jnp.maximum(bounds[1] - 1, 0))
-        return row, p * blocks + i, 0
+        place = jnp.minimum(jnp.maximum(r - bounds[2], 0), jnp.maximum(bounds[1] - 1, 0))
+        return tiles.window_row(place, bounds[0], windowed), p * blocks + i, 0
 
     row_spec = pl.BlockSpec((None, block, width), one_row)
     member_specs = [
-        pl.BlockSpec((None, block, width), tiles.grouped_row(k, group, blocks))
+        pl.BlockSpec((None, block, width), tiles.grouped_row(k, group, blocks, windowed))
         for k in range(group)
     ]
     given = [(pl.BlockSpec(memory_space=pltpu.SMEM), jnp.asarray(eps, FLOAT32).reshape(1))]
@@ -89,21 +103,21 @@ def mix_backward(
     aliases = {len(given): 0} if in_place else {}  # the prefetched scalars come first
     given += [(spec, rows) for spec in member_specs]
 
-    like = rows if d_rows is None else d_rows
     sums = jax.ShapeDtypeStruct((parts * SUBLANES, width), FLOAT32)
     results = [(row_spec, jax.ShapeDtypeStruct(like.shape, like.dtype)), (part_sum, sums)]
     results += [] if scale is None else [(part_sum, sums)]
     if newest is not None:
         results += [(token_spec, jax.ShapeDtypeStruct(newest.shape, newest.dtype))]
     column = pltpu.VMEM((block, 1), FLOAT32)
-    columns = pltpu.VMEM((n, block, 1), FLOAT32)
-    held = pltpu.VMEM((n, block, width), rows.dtype)
-    steps = groups(count, group)
+    columns = pltpu.VMEM((most, block, 1), FLOAT32)
+    held = pltpu.VMEM((most, block, width), rows.dtype)
+    steps = groups(seen, group)
+    live = mean_count(most, seen, n)
     out = pl.pallas_call(
         functools.partial(_kernel, options),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1,
-            grid=(parts, blocks, steps + count),
+            grid=(parts, blocks, steps + seen),
             in_specs=[spec for spec, _ in given],
             out_specs=[spec for spec, _ in results],
             scratch_shapes=[
@@ -114,23 +128,23 @@ def mix_backward(
         out_shape=[shape for _, shape in results],
         input_output_aliases=aliases,
         compiler_params=tiles.compiler_params("parallel", "arbitrary", "arbitrary"),
-        cost_estimate=_cost(rows, count, newest, scale, cotangent, d_rows, parts),
+        cost_estimate=_cost(rows, live, newest, scale, cotangent, d_rows, parts),
         interpret=tpu_interpreter(),
         name="depth_mix_backward",
-    )(tiles.scalars(0, count, steps), *(array for _, array in given))
+    )(tiles.scalars(skipped, seen, steps), *(array for _, array in given))
     found, du, *rest = out
     if d_rows is not None and not in_place:
-        live = jnp.arange(n)[:, None, None] < count
-        found = jnp.where(live, found, d_rows)
+        added = rule.seen(n, count, newest is not None)[:, None, None]
+        found = jnp.where(added, found, d_rows)
     d_scale = jnp.sum(rest.pop(0), axis=0) if scale is not None else None
     return found, rest[0] if rest else None, jnp.sum(du, axis=0), d_scale
 
 
-def _sizes(rows, newest, cotangent, like) -> tuple[int, int]:
-    """(rows of a group, tokens of a block)."""
-    n, tokens, width = rows.shape
+def _sizes(rows, most, newest, cotangent, like) -> tuple[int, int]:
+    """(rows of a group, tokens of a block), which holds `most` rows."""
+    _, tokens, width = rows.shape
     size = rows.dtype.itemsize
-    held = n * (width * size + 2 * 4 * tiles.LANES)
+    held = most * (width * size + 2 * 4 * tiles.LANES)
     around = width * (4 + 2 * cotangent.dtype.itemsize + 4 * like.dtype.itemsize)
     around += 0 if newest is None else 4 * width * size
     for group in tiles.GROUPS:
@@ -141,9 +155,8 @@ def _sizes(rows, newest, cotangent, like) -> tuple[int, int]:
     return group, block
 
 
-def _cost(rows, count, newest, scale, cotangent, d_rows, parts):
-    (n, tokens, width), size = rows.shape, rows.dtype.itemsize
-    live = mean_count(n, count)
+def _cost(rows, live, newest, scale, cotangent, d_rows, parts):
+    (_, tokens, width), size = rows.shape, rows.dtype.itemsize
     like = rows if d_rows is None else d_rows
     by_token = live * (size + like.dtype.itemsize * (1 + (d_rows is not None)))
     by_token += cotangent.dtype.itemsize + 2 * size * (newest is not None)
@@ -182,11 +195,12 @@ def _kernel(options, bounds, eps_ref, u_ref, *refs):
         e_ref[row, tokens], rho_ref[row, tokens] = e, rho
         held_ref[row, tokens] = rows[k][tokens]
 
-    start_mixture(step == 0, newest_ref, u_ref, eps, state, (own_e, own_rho))
+    rule, score = options.rule, scorer(options.rule, u_ref, eps)
+    start_mixture(step == 0, rule, score, newest_ref, state, (own_e, own_rho))
 
     @pl.when(step < steps)
     def _():
-        add_rows(count - step * options.group, rows, u_ref, eps, state, keep)
+        add_rows(count - step * options.group, rule, score, rows, state, keep)
 
     source = functools.partial(
         _source, options, first, c_ref=c_ref, u_ref=u_ref, lse_ref=most_ref, delta_ref=delta_ref
@@ -272,12 +286,17 @@ def _source(
     width = v_ref.shape[-1]
     products = [c_ref[tokens, lanes] * wide(v_ref, tokens, lanes) for lanes in lane_tiles(width)]
     e, rho = e_ref[tokens], rho_ref[tokens]
-    p = jnp.exp(e - lse_ref[tokens])
-    g = p * (sum_lanes(products) - delta_ref[tokens]) * rho
+    if options.rule.scores == "sigmoid":
+        p = jax.nn.sigmoid(e)
+        g = p * (1 - p) * sum_lanes(products) * rho
+    else:
+        p = jnp.exp(e - lse_ref[tokens])
+        g = p * (sum_lanes(products) - delta_ref[tokens]) * rho
     radial = g * rho * e / width
     for lanes in lane_tiles(width):
         v = wide(v_ref, tokens, lanes)
-        d = p * c_ref[tokens, lanes] + g * u_ref[:, lanes] - radial * v
+        d = p * c_ref[tokens, lanes] + g * u_ref[:, lanes]
+        d = d if options.rule.keys == "raw" else d - radial * v
         d = d if old_ref is None else d + wide(old_ref, tokens, lanes)
         d_ref[tokens, lanes] = d.astype(d_ref.dtype)
         _sum_tokens(du_ref, lanes, _of_tokens(options, first, tokens, g * v))

@@ -5,6 +5,8 @@ arXiv 2603.15031; the query and the key scale enter only as their product):
 
     e_i = (query * key_scale) . v_i / sqrt(mean(v_i^2) + eps)       no 1/sqrt(D), no temperature
     p   = softmax_i(e),      z = sum_i p_i v_i
+
+The paper's ablations of the weights are `MixtureRule`s; the input-independent one has biases alone.
 """
 
 import functools
@@ -15,14 +17,20 @@ import jax.numpy as jnp
 
 from depthjax.kernels.choice import Implementation
 from depthjax.kernels.mixture import sharded
+from depthjax.kernels.mixture.rule import PLAIN, Keys, MixtureRule
 from depthjax.kernels.rms_norm import at_least_float32, rms_norm
 
 
-def _logits(sources: jax.Array, direction: jax.Array, eps: float | jax.Array) -> jax.Array:
-    """[..., D] -> [...]: the dot product of each normalised source with `direction` [D]."""
-    inverse = jax.lax.rsqrt(jnp.mean(sources * sources, axis=-1) + eps)
+def _logits(sources: jax.Array, direction: jax.Array | None, eps, keys: Keys) -> jax.Array:
+    """[..., D] -> [...]: the dot product of each source, normalised or raw, with `direction` [D];
+    zeros without one."""
+    if direction is None:
+        return jnp.zeros(sources.shape[:-1], sources.dtype)
     # Default precision would round fp32 operands to bf16 on a TPU's matrix unit.
-    return jnp.einsum("...d,d->...", sources, direction, precision="highest") * inverse
+    products = jnp.einsum("...d,d->...", sources, direction, precision="highest")
+    if keys == "raw":
+        return products
+    return products * jax.lax.rsqrt(jnp.mean(sources * sources, axis=-1) + eps)
 
 
 def _largest(logits: jax.Array, keep: jax.Array | int) -> jax.Array:
@@ -31,23 +39,26 @@ def _largest(logits: jax.Array, keep: jax.Array | int) -> jax.Array:
     return jnp.argsort(order, axis=0) < keep
 
 
-def _mix(sources, query, key_scale, count, newest, eps, bias, keep):
+def _mix(sources, query, key_scale, count, newest, eps, bias, keep, rule):
     """Weights [N (+ 1), ...] and mixture [..., D], both in at least fp32."""
-    direction = at_least_float32(query)
+    direction = None if query is None else at_least_float32(query)
     if key_scale is not None:
         direction = direction * at_least_float32(key_scale)
-    if count is not None:
-        live = jnp.arange(sources.shape[0]) < count
+    masked = count is not None or rule.window is not None
+    if masked:
+        rows = sources.shape[0]
+        live = rule.seen(rows, rows if count is None else count, newest is not None)
         live = live.reshape(-1, *[1] * (sources.ndim - 1))  # [N, 1, ...]
         # Rows at and beyond the count hold anything, NaN included, and must not be seen at all.
         sources = jnp.where(live, sources, 0)
     sources = at_least_float32(sources)
-    logits = _logits(sources, direction, eps)
-    if count is not None:
+    logits = _logits(sources, direction, eps, rule.keys)
+    if masked:
         logits = jnp.where(live[..., 0], logits, -jnp.inf)
     if newest is not None:
         newest = at_least_float32(newest)
-        logits = jnp.concatenate([logits, _logits(newest, direction, eps)[None]])
+        own = _logits(newest, direction, eps, rule.keys)
+        logits = jnp.concatenate([logits, own[None]])
     if bias is not None:
         bias = at_least_float32(bias)
         if newest is not None and count is not None:  # the newest comes right after the live rows
@@ -55,7 +66,7 @@ def _mix(sources, query, key_scale, count, newest, eps, bias, keep):
         logits = logits + bias.reshape(-1, *[1] * (logits.ndim - 1))
     if keep is not None:
         logits = jnp.where(_largest(logits, keep), logits, -jnp.inf)
-    weights = jax.nn.softmax(logits, axis=0)
+    weights = jax.nn.softmax(logits, 0) if rule.scores == "softmax" else jax.nn.sigmoid(logits)
     mixture = jnp.einsum(
         "n...,n...d->...d", weights[: sources.shape[0]], sources, precision="highest"
     )
@@ -66,7 +77,7 @@ def _mix(sources, query, key_scale, count, newest, eps, bias, keep):
 
 def depth_weights(
     sources: jax.Array,
-    query: jax.Array,
+    query: jax.Array | None,
     key_scale: jax.Array | None = None,
     *,
     count: jax.Array | int | None = None,
@@ -74,15 +85,17 @@ def depth_weights(
     eps: float | jax.Array = 1e-6,
     bias: jax.Array | None = None,
     keep: jax.Array | int | None = None,
+    rule: MixtureRule = PLAIN,
 ) -> jax.Array:
-    """The softmax weights of `depth_mix` (same arguments): [N, ...], or [N + 1, ...] with `newest`
-    last; exactly zero at the rows that are not live; in at least fp32."""
-    return _mix(sources, query, key_scale, count, newest, eps, bias, keep)[0]
+    """The weights of `depth_mix` (same arguments): [N, ...], or [N + 1, ...] with `newest` last;
+    exactly zero at the rows that are not live or not seen; in at least fp32."""
+    _check_rule(rule, query, key_scale, bias)
+    return _mix(sources, query, key_scale, count, newest, eps, bias, keep, rule)[0]
 
 
 def depth_mix(
     sources: jax.Array | Sequence[jax.Array],
-    query: jax.Array,
+    query: jax.Array | None,
     key_scale: jax.Array | None = None,
     *,
     count: jax.Array | int | None = None,
@@ -90,39 +103,45 @@ def depth_mix(
     eps: float | jax.Array = 1e-6,
     bias: jax.Array | None = None,
     keep: jax.Array | int | None = None,
+    rule: MixtureRule = PLAIN,
     output_scale: jax.Array | None = None,
     implementation: Implementation = None,
 ) -> jax.Array:
-    """Mixes depth sources with one learned query.
+    """Mixes depth sources with one learned query, or with none by `bias` alone.
 
     sources: [N, ..., D], or N arrays [..., D], which are stacked; query, key_scale (None: ones):
     [D]; count: rows 0..count-1 are live (None: all N); newest: one more source [..., D] outside the
     buffer; bias [N (+ 1)]: added to the logits in order of age, so that `newest` takes the entry
     after the live rows; keep: so many of the largest logits stay in the softmax, of equal ones the
-    older; output_scale [D]: the RMSNorm that follows the mixture, taken in the same precision and
-    with the same eps. Returns [..., D] in the dtype of the sources. Statistics, softmax and sum are
-    in at least fp32, rounded once at the end. At least one source must be live.
+    older; rule: the paper's ablations of the weights; output_scale [D]: the RMSNorm that follows
+    the mixture, taken in the same precision and with the same eps. Returns [..., D] in the dtype of
+    the sources. Statistics, softmax and sum are in at least fp32, rounded once at the end. At least
+    one source must be live.
 
-    Implementations: "xla", which reads each source twice, and, of bfloat16 or fp32 sources without
-    bias and keep, "mosaic_tpu" and "mosaic_gpu" (from Hopper on, of a width that is a multiple of
-    128), which read each live source once forward and once backward (a GPU a second time, of its
-    cache), and have no forward-mode derivative. Raises ValueError where shapes do not go together.
+    Implementations: "xla", which reads each source twice, and, of bfloat16 or fp32 sources, without
+    bias and keep and with a query, "mosaic_tpu" and, without a rule, "mosaic_gpu" (from Hopper on,
+    of a width that is a multiple of 128), which read each live source that the rule sees once
+    forward and once backward (a GPU a second time, of its cache), and have no forward-mode
+    derivative. Raises ValueError where arguments do not go together.
     """
     if not hasattr(sources, "ndim"):
         sources = jnp.stack(list(sources))
     given = {"key_scale": key_scale, "output_scale": output_scale}
     _check(sources, newest, bias, {"query": query, **given})
-    plain = bias is None and keep is None
-    form = sharded.form_of(implementation, sources, newest, tpu=plain, gpu=plain)
+    _check_rule(rule, query, key_scale, bias)
+    by_query = bias is None and keep is None
+    on_gpu = by_query and rule == PLAIN
+    form = sharded.form_of(implementation, sources, newest, tpu=by_query, gpu=on_gpu)
     if form != "xla":
-        if not plain:
-            raise ValueError("bias and keep are given: only implementation='xla' takes them")
+        if not by_query:
+            raise ValueError("bias or keep is given: only implementation='xla' takes them")
+        if form == "mosaic_gpu" and not on_gpu:
+            raise ValueError(f"rule is {rule}: implementation='mosaic_gpu' takes none")
         direction = at_least_float32(query)
         if key_scale is not None:
             direction = direction * at_least_float32(key_scale)
-        whole = count is None
-        return _mosaic(form, whole, sources, newest, direction, output_scale, count, eps)
-    _, mixture = _mix(sources, query, key_scale, count, newest, eps, bias, keep)
+        return _mosaic(form, rule, sources, newest, direction, output_scale, count, eps)
+    _, mixture = _mix(sources, query, key_scale, count, newest, eps, bias, keep, rule)
     if output_scale is not None:
         mixture = rms_norm(mixture, output_scale, eps)
     return mixture.astype(sources.dtype)
@@ -142,22 +161,31 @@ def _check(sources, newest, bias, vectors) -> None:
             )
 
 
+def _check_rule(rule, query, key_scale, bias) -> None:
+    rule.check()
+    if query is None and (bias is None or key_scale is not None):
+        raise ValueError("query is None: give bias [N], which are the logits, and no key_scale")
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _mosaic(form, whole, sources, newest, direction, scale, count, eps):
-    """whole: all rows are live, and count is None."""
-    count = sources.shape[0] if whole else count
-    return sharded.mix(form, sources, count, newest, direction, eps, scale, sources.dtype)[0]
+def _mosaic(form, rule, sources, newest, direction, scale, count, eps):
+    count = sources.shape[0] if count is None else count
+    given = sources, count, newest, direction, eps, scale
+    return sharded.mix(form, *given, sources.dtype, rule)[0]
 
 
-def _mosaic_forward(form, whole, *arguments):
-    return _mosaic(form, whole, *arguments), arguments
+def _mosaic_forward(form, rule, *arguments):
+    return _mosaic(form, rule, *arguments), arguments
 
 
-def _mosaic_backward(form, whole, arguments, cotangent):
+def _mosaic_backward(form, rule, arguments, cotangent):
     sources, newest, direction, scale, count, eps = arguments
-    count, d_sources = (sources.shape[0], None) if whole else (count, jnp.zeros_like(sources))
+    all_seen = count is None and rule.window is None
+    count, d_sources = sources.shape[0] if count is None else count, None
+    if not all_seen:
+        d_sources = jnp.zeros_like(sources)
     arrays = sources, count, newest, direction, eps, scale, cotangent, d_sources
-    found = sharded.mix_backward(form, *arrays)
+    found = sharded.mix_backward(form, *arrays, rule)
     d_scale = None if scale is None else found.scale.astype(scale.dtype)
     return found.rows, found.newest, found.direction.astype(direction.dtype), d_scale, None, None
 

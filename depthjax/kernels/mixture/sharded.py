@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from depthjax.kernels import mosaic_gpu
 from depthjax.kernels.choice import Implementation, choose
 from depthjax.kernels.mixture import mosaic_tpu, mosaic_tpu_backward, mosaic_tpu_gather, tiles
+from depthjax.kernels.mixture.rule import PLAIN
 from depthjax.kernels.over_mesh import over_batch
 
 
@@ -57,7 +58,7 @@ def _kernels(form: str) -> types.SimpleNamespace:
     )
 
 
-def mix(form, rows, count, newest, direction, eps, scale=None, dtype=jnp.float32):
+def mix(form, rows, count, newest, direction, eps, scale=None, dtype=jnp.float32, rule=PLAIN):
     """(mixture [..., D] of `dtype`, log-sum-exp [...]) of rows [N, ..., D] and newest [..., D]."""
     shape = rows.shape[1:]
 
@@ -66,7 +67,8 @@ def mix(form, rows, count, newest, direction, eps, scale=None, dtype=jnp.float32
         return out.reshape(*rows.shape[1:]), lse.reshape(rows.shape[1:-1])
 
     def _mix(rows, newest, direction, eps, scale, count=count):
-        return _kernels(form).mix(rows, count, newest, direction, eps, scale, dtype)
+        options = () if rule == PLAIN else (rule,)
+        return _kernels(form).mix(rows, count, newest, direction, eps, scale, dtype, *options)
 
     given = (*_with_batch(rows, newest), direction, jnp.asarray(eps), scale)
     axes, (given, count_axis) = (1, 0, None, None, None), _and_count(given, count)
@@ -75,15 +77,18 @@ def mix(form, rows, count, newest, direction, eps, scale=None, dtype=jnp.float32
     return out.reshape(shape), lse.reshape(shape[:-1])
 
 
-def mix_backward(form, rows, count, newest, direction, eps, scale, cotangent, d_rows) -> Cotangents:
+def mix_backward(
+    form, rows, count, newest, direction, eps, scale, cotangent, d_rows, rule=PLAIN
+) -> Cotangents:
     """Those of `mix` from that of the mixture [..., D]; d_rows [N, ..., D]: what is added to, in
     place, in the live rows, or None: then the others of the result hold anything."""
     shape = rows.shape
 
     def local(axes, rows, newest, cotangent, d_rows, direction, eps, scale, count=count):
         flat = _flat(rows, 1), count, _flat(newest, 0), direction, eps, scale
+        options = () if rule == PLAIN else (rule,)
         run = _kernels(form).mix_backward
-        found = Cotangents(*run(*flat, _flat(cotangent, 0), _flat(d_rows, 1)))
+        found = Cotangents(*run(*flat, _flat(cotangent, 0), _flat(d_rows, 1), *options))
         sums = tuple(_sum_over(axes, x) for x in (found.direction, found.scale))
         own = None if newest is None else found.newest.reshape(newest.shape)
         return Cotangents(found.rows.reshape(rows.shape), own, *sums)

@@ -13,6 +13,8 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from depthjax.kernels.mixture.rule import Keys
+
 LANES = 128
 PIECE = 16
 """Tokens of a piece: one tile of a bfloat16 array."""
@@ -87,22 +89,25 @@ def wide(ref, tokens: pl.Slice, lanes: slice) -> jax.Array:
     return ref[tokens, lanes].astype(FLOAT32)
 
 
-def score(ref, tokens: pl.Slice, u_ref, eps) -> tuple[jax.Array, jax.Array]:
+def score(ref, tokens: pl.Slice, u_ref, eps, keys: Keys) -> tuple[jax.Array, jax.Array]:
     """(e, rho), both [tokens, 1], of the sources v in a piece of a block:
-    e = u . v rho, rho = 1 / sqrt(mean(v^2) + eps)."""
+    e = u . v rho, rho = 1 / sqrt(mean(v^2) + eps), or 1 for raw keys."""
     squares, products = [], []
     for lanes in lane_tiles(ref.shape[-1]):
         v = wide(ref, tokens, lanes)
         squares.append(v * v)
         products.append(v * u_ref[:, lanes])
+    e = sum_lanes(products)
+    if keys == "raw":
+        return e, jnp.ones_like(e)
     rho = jax.lax.rsqrt(sum_lanes(squares) / ref.shape[-1] + eps)
-    return sum_lanes(products) * rho, rho
+    return e * rho, rho
 
 
-def grouped_row(member: int, group: int, blocks: int = 0) -> Callable:
+def grouped_row(member: int, group: int, blocks: int = 0, windowed: bool = False) -> Callable:
     """Index map of the block of row `group` * step + member under a count of live rows: grid
     (token block, step) or (part, token block of `blocks` in it, step), with the scalar prefetch
-    [first row, rows, ...].
+    [first row, rows, ...]. windowed: see `window_row`.
 
     Behind the last live row the index stays what it was, so that nothing is fetched; a member that
     is never live rests at the very first block.
@@ -114,11 +119,17 @@ def grouped_row(member: int, group: int, blocks: int = 0) -> Callable:
         block = place[0] if len(place) == 1 else place[0] * blocks + place[1]
         # Steps and rows are not negative, which division needs to be told on a scalar core.
         last = jax.lax.div(jnp.maximum(count - 1 - member, 0), group)
-        row = first + member + group * jnp.minimum(step, last)
+        row = window_row(member + group * jnp.minimum(step, last), first, windowed)
         live = member < count
         return jnp.where(live, row, 0), jnp.where(live, block, 0), 0
 
     return index
+
+
+def window_row(place, skipped, windowed: bool):
+    """The row of the buffer that is read as number `place`: so many further on as are skipped, but
+    under a window the first row is always the first that is read."""
+    return jnp.where(place == 0, 0, skipped + place) if windowed else skipped + place
 
 
 def compiler_params(*semantics: str) -> pltpu.CompilerParams:
