@@ -133,7 +133,9 @@ def _forward(sublayers: Sublayers, remat: Remat, params: LayerParams, state: Sta
         if remat.keeps_branches:
             carry, appended, _, pullbacks = _sublayer(sublayers, remat, kind, params, state, s)
             kept.append(_Kept(before, pullbacks))
-            state = carry, append(state[1], appended)
+            # The row is appended in place once the history is read, or it would be copied.
+            carry, history = jax.lax.optimization_barrier((carry, state[1]))
+            state = carry, append(history, appended)
         else:
             state, _ = sublayers.sublayer(kind, params, state, s)
             kept.append(_Kept(before) if kind == ATTENTION or remat.policy == "sublayer" else None)
