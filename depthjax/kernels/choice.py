@@ -40,6 +40,15 @@ def _from_hopper_on(kind: str) -> bool:
     return re.search(r"\b(G?H\d{2,3}|G?B[123]00)\b", kind) is not None
 
 
+MIB = 2**20
+
+
+def small_vmem() -> bool:
+    """Whether the TPU of the mesh in force is one of 16 MiB of vector memory a core, as they are up
+    to v4; the others have 64 MiB or more."""
+    return device_kind().startswith(("TPU v2", "TPU v3", "TPU v4"))
+
+
 def tpu_interpreter() -> Any:
     """What a TPU kernel gives `pallas_call` as `interpret`: nothing on a TPU, elsewhere JAX's
     simulation of one."""

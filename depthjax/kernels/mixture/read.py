@@ -97,10 +97,6 @@ def weighted_sum(weights: jax.Array, v: jax.Array) -> jax.Array:
     return jnp.sum(weights[..., None] * v, axis=0)
 
 
-def _widen(x: jax.Array, rows: int, fill: float) -> jax.Array:
-    return jnp.pad(x, [(0, rows - x.shape[0])] + [(0, 0)] * (x.ndim - 1), constant_values=fill)
-
-
 @jax.custom_vjp
 def _read(history, newest, direction, count, eps):
     return _forward(history, newest, direction, count, eps)[0]

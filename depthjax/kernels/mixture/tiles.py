@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from depthjax.kernels.choice import MIB, small_vmem
 from depthjax.kernels.mixture.rule import Keys
 
 LANES = 128
@@ -26,7 +27,6 @@ GROUPS = (4, 2, 1)
 """Rows that a step may take at once, from the most; fewer where the width leaves no room."""
 MOST_TOKENS = 512
 """Most tokens of a block."""
-MIB = 2**20
 
 FLOAT32 = jnp.float32
 
@@ -38,11 +38,8 @@ def fits(*arrays: jax.Array | None) -> bool:
 
 
 def vmem_limit() -> int:
-    """Bytes of VMEM that a kernel may take: all 16 MiB of a v4, three quarters of the 64 MiB that
-    the smallest of the other chips has."""
-    device = jax.sharding.get_abstract_mesh().abstract_device
-    kind = device.device_kind if device is not None else jax.devices()[0].device_kind
-    return (16 if kind == "TPU v4" else 48) * MIB
+    """Bytes of VMEM that a kernel may take: all, or three quarters of what most chips have."""
+    return (16 if small_vmem() else 48) * MIB
 
 
 def room(resident: int = 0) -> int:

@@ -10,14 +10,13 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from depthjax.kernels.choice import MIB, small_vmem
+
 LANES = 128
-VMEM = {"TPU v4": 15 * 2**20}
-"""What a kernel may take by kind of device, and on the others, which have at least 64 MiB."""
-MOST_VMEM = 56 * 2**20
 FOR_BLOCKS = 0.55
-"""The part of it that blocks of tokens x width take, two of each, beside what stays there: the rest
-is for the numbers of tokens and for registers that overflow."""
-MOST_FOR_BLOCKS = 28 * 2**20
+"""The part of a kernel's VMEM that blocks of tokens x width take, two of each, beside what stays
+there: the rest is for the numbers of tokens and for registers that overflow."""
+MOST_FOR_BLOCKS = 28 * MIB
 IN_A_ROW = 2**18
 """Tokens x width that are spelled out, for the scheduler to fill gaps of one chunk with another."""
 CHUNK = 16
@@ -166,10 +165,8 @@ class Blocks:
 
 
 def vmem_limit() -> int:
-    """Bytes of VMEM that a kernel may take on the devices of the mesh in force, or on ours."""
-    device = jax.sharding.get_abstract_mesh().abstract_device
-    kind = jax.devices()[0].device_kind if device is None else device.device_kind
-    return VMEM.get(kind, MOST_VMEM)
+    """Bytes of VMEM that a kernel may take."""
+    return (15 if small_vmem() else 56) * MIB
 
 
 def dot(a: jax.Array, b: jax.Array, axes: tuple[int, int]) -> jax.Array:

@@ -4,20 +4,14 @@ import dataclasses
 
 import jax
 
-_SMALL_MEMORY = "TPU v2", "TPU v3", "TPU v4"
-"""Chips of 16 MiB of vector memory a core; later ones have 64 MiB or more."""
+from depthjax.kernels.choice import MIB, small_vmem
+
+LANES = 128
 
 
 def vector_memory() -> tuple[int, int]:
-    """Bytes that a kernel may hold in the vector memory of the chip of the mesh in force, and of
-    them its double-buffered blocks."""
-    device = jax.sharding.get_abstract_mesh().abstract_device
-    kind = (device or jax.devices()[0]).device_kind
-    small = kind.startswith(_SMALL_MEMORY)
-    return (15 * 2**20, 11 * 2**20) if small else (40 * 2**20, 30 * 2**20)
-
-
-LANES = 128
+    """Bytes of VMEM that a kernel may hold, and of them its double-buffered blocks."""
+    return (15 * MIB, 11 * MIB) if small_vmem() else (40 * MIB, 30 * MIB)
 
 
 def sublanes(dtype) -> int:
