@@ -10,8 +10,6 @@ from test_battery import FORMS, VOCAB, build, every_form, every_rule, tokens
 
 from depthjax.infer import decode_step, prefill
 
-pytestmark = pytest.mark.jax_version
-
 
 def check_against_full_forward(rule, chunk=None):
     """In float64, with prompts of several lengths, and one program for every position of a decoded
@@ -45,6 +43,7 @@ def test_prefill_and_decode_are_the_full_forward(rule):
     check_against_full_forward(rule)
 
 
+@pytest.mark.jax_version
 @pytest.mark.parametrize("name", ["pre_ln", "block_attnres_b3", "moda"])
 def test_a_prompt_in_chunks_is_the_full_forward(name):
     """The second row ends in the middle of the last chunk, the first in front of the second."""
@@ -63,6 +62,7 @@ def test_the_cache_holds_keys_and_values_alone(rule):
     assert [x.size for x in jax.tree.leaves(cache)[2:]] == [16, 2, 1]
 
 
+@pytest.mark.jax_version
 def test_sharded_decoding_is_that_of_a_single_device():
     """The cache is divided by rows, as activations are."""
     model, ids = build(FORMS["block_attnres_b3"]), tokens(8, 6)

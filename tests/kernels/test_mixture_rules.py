@@ -11,8 +11,6 @@ from jax.experimental.pallas import tpu as pltpu
 from depthjax.kernels import MixtureRule, depth_mix, depth_weights
 from depthjax.kernels.mixture import tiles
 
-pytestmark = pytest.mark.jax_version
-
 EPS = 1e-3
 RULES = [
     MixtureRule(),
@@ -107,6 +105,7 @@ def test_mixing_that_no_input_changes(rule):
         assert depth_weights(rows, None, bias=bias, rule=rule).shape == (4, 3)
 
 
+@pytest.mark.jax_version
 @pytest.mark.parametrize(
     ("rule", "count", "precision", "size"),
     [

@@ -10,8 +10,6 @@ from jax.sharding import AxisType
 from depthjax.kernels import depth_mix, depth_read, gather_rows, mix_rows
 from depthjax.kernels.mixture import tiles
 
-pytestmark = pytest.mark.jax_version
-
 BFLOAT16, FLOAT32 = (jnp.bfloat16, 1e-2), (jnp.float32, 1e-5)
 EPS = 1e-6
 
@@ -98,6 +96,7 @@ def test_reading(rows, count, tokens, width, scaled, precision, size):
     np.testing.assert_array_equal(actual[1][0][count:], d_history[count:])
 
 
+@pytest.mark.jax_version
 def test_reading_under_a_traced_count():
     """One program for all counts, none live among them."""
     history, newest, u = normal(0, 6, 3, 128), normal(1, 3, 128), normal(2, 128)
@@ -154,6 +153,7 @@ def test_several_blocks_of_tokens(tokens, monkeypatch):
     assert_within(1e-5, jax.jit(run, static_argnums=0)("mosaic"), run("xla"))
 
 
+@pytest.mark.jax_version
 @pytest.mark.parametrize(
     ("readers", "index", "width", "precision"),
     [(5, 1, 72, FLOAT32), (6, 5, 128, FLOAT32), (9, 0, 640, BFLOAT16)],
@@ -187,6 +187,7 @@ def test_the_pull_form(readers, index, width, precision):
     assert_within(1e-5, actual, expected)
 
 
+@pytest.mark.jax_version
 def test_on_a_mesh():
     """Each device has its rows of the batch; parameters have the gradient of all."""
     given = normal(0, 4, 4, 3, 128), normal(1, 4, 3, 128), normal(2, 128), normal(3, 128)
@@ -211,6 +212,7 @@ def test_on_a_mesh():
     assert_within(1e-5, spread, alone)
 
 
+@pytest.mark.jax_version
 def test_the_public_mixture():
     sources, query, scale = normal(0, 3, 2, 5, 72), normal(1, 72), normal(2, 72)
 

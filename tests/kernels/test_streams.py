@@ -13,8 +13,6 @@ from depthjax.kernels import read_streams
 from depthjax.kernels.streams.blocks import Blocks
 from depthjax.residuals import ATTENTION, HC, MHC, MHCLite, MHCNative, MHCStatic
 
-pytestmark = pytest.mark.jax_version
-
 FEW = {"sinkhorn_rounds": 3}  # what is spelled out takes a while to compile
 RULES = [HC(), MHC(**FEW), MHCNative(**FEW), MHCLite(streams=3), MHCStatic(**FEW)]
 
@@ -71,6 +69,7 @@ def assert_close(ours, reference, bound):
     assert np.all(errors(ours, reference) <= bound)
 
 
+@pytest.mark.jax_version
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name)
 def test_kernels_are_the_xla_form(rule):
     """The gradients of a doubly stochastic transport cancel: where XLA's are off by more, ours may
@@ -120,6 +119,7 @@ def test_blocks_of_several_groups():
         assert_close(*both(rule, params, streams, cotangents), 1e-5)
 
 
+@pytest.mark.jax_version
 def test_kernels_over_a_mesh():
     rule = HC(streams=2)
     given = example(rule, 16, 128, jnp.float32, batch=4)
@@ -129,6 +129,7 @@ def test_kernels_over_a_mesh():
         assert_close(jax.jit(functools.partial(run, rule, "mosaic_tpu"))(*given), reference, 1e-5)
 
 
+@pytest.mark.jax_version
 def test_no_races():
     rule = HC(streams=2)
     given = example(rule, 32, 128, jnp.float32)

@@ -17,8 +17,6 @@ from depthjax.kernels import depth_mix, phase1, phase2
 from depthjax.kernels.two_phase.api import phase1_backward
 from depthjax.kernels.two_phase.phase1_tpu import split
 
-pytestmark = pytest.mark.jax_version
-
 # Relative to a tensor's largest value.
 BOUND = {"float32": 1e-5, "bfloat16": 2**-7}
 
@@ -112,6 +110,7 @@ def test_phase_1_on_a_tpu(case, races):
     assert not races()
 
 
+@pytest.mark.jax_version
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_phase_1_adds_to_a_cotangent(dtype, races):
     v, into = (normal(seed, 3, 20, 128, dtype=dtype) for seed in (0, 4))
@@ -152,6 +151,7 @@ PHASE2 = {
 }
 
 
+@pytest.mark.jax_version
 @pytest.mark.parametrize("case", PHASE2)
 def test_phase_2_on_a_tpu(case, races):
     tokens, width, dtype, has_branch, fresh = PHASE2[case]
@@ -197,6 +197,7 @@ def test_the_rounded_open_sum_is_read():
         np.testing.assert_array_equal(x, run(p)[0])
 
 
+@pytest.mark.jax_version
 @pytest.mark.parametrize("count", [None, 3, 0])
 def test_two_phases_are_one(count):
     """Two-phase evaluation against one softmax, its gradients too, in float64."""
@@ -243,6 +244,7 @@ def test_an_infinite_log_sum_exp_leaves_the_mixture():
         assert slope == 0
 
 
+@pytest.mark.jax_version
 @pytest.mark.parametrize("form", ["xla", "mosaic"])
 def test_devices_share_a_batch(form):
     """Also parameters' gradients: each device sums its own tokens, and then they are added."""
