@@ -3,6 +3,7 @@
 import functools
 import itertools
 import math
+import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
@@ -63,7 +64,9 @@ def run(arguments: Sequence[str]) -> None:
 def _options(arguments: Sequence[str]) -> dict[str, str | None]:
     from depthjax.overrides import take
 
-    rest, options = take([a.replace("--top-", "--top_") for a in arguments], _OPTIONS)
+    rest, options = take(
+        [re.sub("^--top-", "--top_", argument) for argument in arguments], _OPTIONS
+    )
     for argument in rest:
         if argument.startswith("--"):
             name = argument.partition("=")[0]

@@ -66,10 +66,10 @@ def inference_knobs(
     """The same for a prefill or a decode step."""
     tokens, rows = inference.tokens, inference.rows
     if inference.kind == "prefill":
-        shorter = Knob(f"--prefill {tokens // 2}", temp_bytes // 2)
-        return _best([shorter, *_narrower(config, held.parameters)], 2)
+        shorter = [Knob(f"--prefill {tokens // 2}", temp_bytes // 2)] if tokens > 3 else []
+        return _best([*shorter, *_narrower(config, held.parameters)], 2)
     half = rows * cache_bytes(config, tokens) // 2
-    knobs = [Knob(f"--decode {rows}x{tokens // 2}", half)]
+    knobs = [Knob(f"--decode {rows}x{tokens // 2}", half)] if tokens > 1 else []
     if rows > 1:
         knobs.append(Knob(f"--decode {rows // 2}x{tokens}", half))
     return knobs

@@ -15,8 +15,9 @@ def choose(implementation: Implementation, *, tpu: bool = True, gpu: bool = True
 
     None: Mosaic on a platform that it is made for, of GPUs those from Hopper on, XLA elsewhere;
     "mosaic": that of the platform, on a CPU the TPU's, interpreted. tpu, gpu: whether the kernel's
-    forms there take the arguments at hand; without a choice, XLA takes the others. Raises
-    ValueError for another name.
+    forms there take the arguments at hand; without a choice, XLA takes the others. On several
+    devices a Mosaic form is divided by the mesh in force (`jax.set_mesh`), which it needs; JAX
+    0.10.2 cannot map one over an axis on a GPU (`vmap`). Raises ValueError for another name.
     """
     where = platform()
     takes = {"mosaic_tpu": tpu, "mosaic_gpu": gpu}

@@ -302,8 +302,8 @@ class BlockAttnRes(_AttnRes):
     block_size_sublayers: int | None = None
     """Sublayers in a block, 1 to 2 L (two sublayers a transformer layer). None: ceil(2 L / 8)."""
     two_phase: bool | None = None
-    """Whether a forward pass alone reads the history once a block instead of once a sublayer.
-    None: where its kernels run, on TPU and GPU."""
+    """Whether the forward pass of an evaluation reads the history once a block instead of once a
+    sublayer. None: where its kernels run, on TPU and GPU."""
 
     @property
     def block(self):

@@ -103,7 +103,7 @@ def _gather(rows, index, last, directions, lse, delta, eps):
     v = at_least_float32(jax.lax.dynamic_index_in_dim(rows, index, 0, keepdims=False))
     rho = jax.lax.rsqrt(jnp.mean(v * v, axis=-1) + eps)
     # fp32 products: the matrix unit would round both sides to bf16, and exp would amplify that.
-    e = jnp.einsum("...d,jd->j...", v, directions, precision="high") * rho
+    e = jnp.einsum("...d,jd->j...", v, directions, precision="highest") * rho
     reads = (jnp.arange(readers) >= index).reshape(-1, *[1] * rho.ndim)
     a = jnp.where(reads, jnp.exp(jnp.where(reads, e - lse, 0)), 0)
 
@@ -120,7 +120,7 @@ def _gather(rows, index, last, directions, lse, delta, eps):
     last = at_least_float32(last)
     dots = jnp.concatenate([dots, jnp.sum(last * v, axis=-1)[None]])
     g = jnp.where(reads, a * (dots - delta), 0)
-    along = jnp.einsum("j...,jd->...d", g, directions, precision="high")
+    along = jnp.einsum("j...,jd->...d", g, directions, precision="highest")
     radial = (rho * jnp.sum(g * e, axis=0) / width)[..., None] * v
     dv = dv + a[-1][..., None] * last + rho[..., None] * (along - radial)
-    return dv, jnp.einsum("j...,...d->jd", g * rho, v, precision="high")
+    return dv, jnp.einsum("j...,...d->jd", g * rho, v, precision="highest")

@@ -140,16 +140,27 @@ def mix_backward(
     return found, rest[0] if rest else None, jnp.sum(du, axis=0), d_scale
 
 
+def fits(rows: jax.Array, newest: jax.Array | None) -> bool:
+    """Whether a TPU has room for all rows [N, ..., D] of the fewest tokens that a block may have,
+    with cotangents in fp32."""
+    sizes = _token_bytes(rows, rows.shape[0], newest, 4, rows.dtype.itemsize, 1)
+    return tiles.PIECE * sizes <= tiles.room()
+
+
+def _token_bytes(rows, most, newest, cotangent: int, like: int, group: int) -> int:
+    """Bytes of a token in a block that holds `most` rows, `group` of them a step; cotangent, like:
+    bytes of a number of those."""
+    width, size = rows.shape[-1], rows.dtype.itemsize
+    held = most * (width * size + 2 * 4 * tiles.LANES)
+    around = width * (4 + 2 * cotangent + 4 * like + (0 if newest is None else 4 * size))
+    return held + around + 2 * group * width * size + 5 * 4 * tiles.LANES
+
+
 def _sizes(rows, most, newest, cotangent, like) -> tuple[int, int]:
     """(rows of a group, tokens of a block), which holds `most` rows."""
-    _, tokens, width = rows.shape
-    size = rows.dtype.itemsize
-    held = most * (width * size + 2 * 4 * tiles.LANES)
-    around = width * (4 + 2 * cotangent.dtype.itemsize + 4 * like.dtype.itemsize)
-    around += 0 if newest is None else 4 * width * size
+    tokens, sizes = rows.shape[1], (cotangent.dtype.itemsize, like.dtype.itemsize)
     for group in tiles.GROUPS:
-        bytes_per_token = held + around + 2 * group * width * size + 5 * 4 * tiles.LANES
-        block = tiles.token_block(tokens, bytes_per_token)
+        block = tiles.token_block(tokens, _token_bytes(rows, most, newest, *sizes, group))
         if block >= min(tokens, 2 * tiles.LANES):
             break
     return group, block

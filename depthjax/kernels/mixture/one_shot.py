@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from depthjax.kernels.choice import Implementation
-from depthjax.kernels.mixture import sharded
+from depthjax.kernels.mixture import mosaic_tpu_backward, sharded
 from depthjax.kernels.mixture.rule import PLAIN, Keys, MixtureRule
 from depthjax.kernels.rms_norm import at_least_float32, rms_norm
 
@@ -131,7 +131,8 @@ def depth_mix(
     _check_rule(rule, query, key_scale, bias)
     by_query = bias is None and keep is None
     on_gpu = by_query and rule == PLAIN
-    form = sharded.form_of(implementation, sources, newest, tpu=by_query, gpu=on_gpu)
+    on_tpu = by_query and mosaic_tpu_backward.fits(sources, newest)
+    form = sharded.form_of(implementation, sources, newest, tpu=on_tpu, gpu=on_gpu)
     if form != "xla":
         if not by_query:
             raise ValueError("bias or keep is given: only implementation='xla' takes them")

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from depthjax.kernels.choice import Implementation
-from depthjax.kernels.mixture import sharded
+from depthjax.kernels.mixture import mosaic_tpu_backward, sharded
 from depthjax.kernels.over_mesh import platform
 from depthjax.kernels.rms_norm import at_least_float32, rms_norm
 
@@ -43,7 +43,8 @@ def depth_read(
     multiple of 128), which keep nothing and move each live source once each way (a GPU reads it a
     second time backward, of its cache); they have no forward-mode derivative.
     """
-    form = sharded.form_of(implementation, history, newest)
+    takes = mosaic_tpu_backward.fits(history, newest)
+    form = sharded.form_of(implementation, history, newest, tpu=takes)
     if form != "xla":
         return _mosaic(form, history, newest, direction, output_scale, count, eps)
     mixture, history = _read(history, newest, direction, count, eps)

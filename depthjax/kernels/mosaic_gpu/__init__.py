@@ -6,12 +6,14 @@ from typing import Any
 import jax.numpy as jnp
 
 LANES = 128
-WIDEST = 7168
-"""Widest row: 56 registers of each thread for each of the arrays that are live at once."""
+WIDEST = {2: 7168, 4: 5760}
+"""Widest row by bytes of a number: 56 registers of each thread for each of the arrays that are live
+at once, and two rows each of four arrays in shared memory."""
 
 
 def fits(width: int, *dtypes: Any) -> bool:
     """Whether the kernels take rows of `width` features in these dtypes: a multiple of 128 up to
-    7168, in bf16 or fp32. Any number of tokens and of sources goes."""
+    7168 in bf16, 5760 in fp32. Any number of tokens and of sources goes."""
+    sizes = [jnp.dtype(dtype).itemsize for dtype in dtypes]
     narrow = all(jnp.dtype(dtype) in (jnp.bfloat16, jnp.float32) for dtype in dtypes)
-    return narrow and width % LANES == 0 and 0 < width <= WIDEST
+    return narrow and width % LANES == 0 and 0 < width <= WIDEST[max(sizes)]

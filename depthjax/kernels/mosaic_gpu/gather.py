@@ -26,14 +26,14 @@ def gather(rows, index, last, directions, lse, delta, eps, dtype=jnp.float32):
     readers, width = rows.shape[0], rows.shape[-1]
     v = lax.dynamic_index_in_dim(rows, index, 0, keepdims=False).astype(jnp.float32)
     rho = lax.rsqrt(jnp.mean(v * v, axis=-1) + eps)
-    e = jnp.einsum("td,jd->jt", v, directions, precision="high") * rho
+    e = jnp.einsum("td,jd->jt", v, directions, precision="highest") * rho
     reads = (jnp.arange(readers) >= index)[:, None]
     a = jnp.where(reads, jnp.exp(jnp.where(reads, e - lse, 0)), 0)
     dv, dots = weighted_cotangents(rows, index, last, a)
     g = jnp.where(reads, a * (dots - delta), 0)
-    along = jnp.einsum("jt,jd->td", g, directions, precision="high")
+    along = jnp.einsum("jt,jd->td", g, directions, precision="highest")
     radial = (rho * jnp.sum(g * e, axis=0) / width)[:, None] * v
-    du = jnp.einsum("jt,td->jd", g * rho, v, precision="high")
+    du = jnp.einsum("jt,td->jd", g * rho, v, precision="highest")
     return (dv + rho[:, None] * (along - radial)).astype(dtype), du
 
 

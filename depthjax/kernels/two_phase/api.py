@@ -30,10 +30,10 @@ def phase1(
     0 and its log-sum-exp -inf, which phase 2 takes as "the open sum alone".
 
     Moves N + S rows of tokens x D in its Mosaic forms (on a GPU 2 N + S where S D is above 8192),
-    of which dead rows are not fetched; on a TPU, a token that is not finite spoils up to 15
-    neighbours. The mixtures' error is one rounding to their dtype, on a TPU for bfloat16 and S > 8
-    plus 2^-9 of the largest source. The backward pass keeps the log-sum-exp and the arguments.
-    Raises ValueError for a form that does not take the arguments.
+    of which dead rows are not fetched (of up to 16 rows); on a TPU, a token that is not finite
+    spoils up to 15 neighbours. The mixtures' error is one rounding to their dtype, on a TPU for
+    bfloat16 and S > 8 plus 2^-9 of the largest source. The backward pass keeps the log-sum-exp and
+    the arguments. Raises ValueError for a form that does not take the arguments.
     """
     form = _form_of_phase1(implementation, blocks, queries.shape[0], len(blocks))
     return _phase1(form, blocks, _directions(queries, key_scale), count, eps)
@@ -121,7 +121,7 @@ def _form(implementation, fits_tpu, *arrays):
         raise ValueError(
             f"two-phase reads have no form {form} for these arguments: it takes bfloat16 and "
             "float32, on a TPU as many sources of a width as fit there, on a GPU widths that are "
-            f"multiples of {mosaic_gpu.LANES} up to {mosaic_gpu.WIDEST}; give 'xla' or None"
+            f"multiples of {mosaic_gpu.LANES} up to 7168, in fp32 5760; give 'xla' or None"
         )
     return form
 
