@@ -135,6 +135,13 @@ class Module:
         return sum(len(c.instructions) for c in self.computations.values())
 
 
+def stated(what: str) -> str:
+    """The pattern of what a Pallas kernel says of its cost: "flops" or "bytes_accessed". Quotes
+    stand as they are for TPUs and escaped, within a string, for GPUs."""
+    quote = r'(?:"|\\22)?'
+    return rf"cost_estimate[^{{}}]{{0,12}}\{{[^}}]*?{quote}{what}{quote}:\s*\"?(\d+)"
+
+
 def parse(text: str) -> Module:
     """Reads `compiled.as_text()`; ValueError where there is no program in it."""
     computations: dict[str, Computation] = {}

@@ -12,7 +12,7 @@ import re
 
 import numpy as np
 
-from depthjax.plan.hlo import Computation, Instruction, Module
+from depthjax.plan.hlo import Computation, Instruction, Module, stated
 
 
 @dataclasses.dataclass(frozen=True)
@@ -242,9 +242,8 @@ _SILENT = (
 
 def _custom_call(computation: Computation, call: Instruction) -> Flops:
     target = call.attribute(r'custom_call_target="([^"]*)"') or ""
-    stated = call.attribute(r'cost_estimate"?:\s*\{[^}]*?"?flops"?:\s*"?(\d+)')
-    if stated:
-        return Flops(kernels=float(stated))
+    if flops := call.attribute(stated("flops")):
+        return Flops(kernels=float(flops))
     if "gemm" in target or "matmul" in target:
         return _gemm(computation, call)
     if "fmha" in target or re.search("splash|flash", call.name + call.op_name):

@@ -9,14 +9,13 @@ operands.
 
 import collections
 
-from depthjax.plan.hlo import Computation, Instruction, Module
+from depthjax.plan.hlo import Computation, Instruction, Module, stated
 from depthjax.plan.hlo_cost import executions
 
 _FREE = {
     *("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "domain"),
     *("partition-id", "replica-id", "opt-barrier", "optimization-barrier", "add-dependency"),
 }
-_STATED = r'cost_estimate"?:\s*\{[^}]*?"?bytes_accessed"?:\s*"?(\d+)'
 _SLICES = ("dynamic-slice", "slice", "gather")
 
 
@@ -64,9 +63,9 @@ def traffic(module: Module, computation: Computation, instruction: Instruction) 
         )
         return read + _written(module, body, instruction)
     if opcode == "custom-call":
-        if stated := instruction.attribute(_STATED):
+        if moved := instruction.attribute(stated("bytes_accessed")):
             ends = sum(map(_bytes, (*operands, instruction)))
-            return max(0, int(stated) - (ends - sum(sizes) - instruction.hbm_bytes))
+            return max(0, int(moved) - (ends - sum(sizes) - instruction.hbm_bytes))
         sizes = dict(zip(instruction.operands, sizes, strict=True)).values()
     return sum(sizes) + instruction.hbm_bytes
 

@@ -147,6 +147,12 @@ ENTRY %main (a: f32[8]) -> f32[8] {
     assert count_flops(module).kernels == 10 * 70  # i = 2 .. 11
     assert hbm_bytes(module) == 10 * 40
     assert hbm_bytes(parse(text.replace(', backend_config={"cost', ', other={"'))) == 10 * 2 * 8 * 4
+    gpu = text.replace('"cost_estimate":{"', 'cost_estimate_json = "{"').replace('40"}}', '40"}"}')
+    gpu = gpu.replace(
+        '{"flops":"70","bytes_accessed":"40"}', r"{\22flops\22: 70, \22bytes_accessed\22: 40}"
+    )
+    assert count_flops(parse(gpu)).kernels == 10 * 70
+    assert hbm_bytes(parse(gpu)) == 10 * 40
     on_chip = text.replace("%x = f32[8] get", "%x = f32[8]{0:S(1)} get")
     assert hbm_bytes(parse(on_chip)) == 10 * (40 - 8 * 4)
     with pytest.raises(ValueError, match="ENTRY"):
