@@ -204,10 +204,11 @@ def _sublayer(sublayers, remat, kind, params, state, s, kept=None):
         d_params, d_mid, d_y, d_aux = pull_write((d_carry, d_appended))
         more, d_x, d_ctx = pull_branch((d_y, d_aux))
         d_params = jax.tree.map(jnp.add, d_params, more)
-        # What reads the appended row's cotangent comes before the read adds to that of the history
-        # in place, or it would be copied.
-        d_read = jax.lax.optimization_barrier((d_x, d_ctx, d_mid, d_history))
-        more, *d_state = pull_read(d_read)
+        if place is not None:
+            # What takes the appended row's cotangent out comes before the read that adds to that of
+            # the history in place, or it would be copied.
+            d_mid, d_history = jax.lax.optimization_barrier((d_mid, d_history))
+        more, *d_state = pull_read((d_x, d_ctx, d_mid, d_history))
         return jax.tree.map(jnp.add, d_params, more), tuple(d_state)
 
     return carry, appended, pull, kept
