@@ -104,9 +104,11 @@ def test_no_variant_is_named_outside_its_rooms():
 
 
 def test_files_and_functions_stay_small():
+    """80 lines, 120 for the body of a Mosaic kernel, which is one schedule."""
     for path in FILES:
         tree = ast.parse(path.read_text())
         assert len(path.read_text().splitlines()) <= 450, path
         for node in ast.walk(tree):
             if isinstance(node, ast.FunctionDef):
-                assert node.end_lineno - node.lineno < 80, f"{path}: {node.name}"
+                most = 120 if "mosaic" in str(path) and "kernel" in node.name else 80
+                assert node.end_lineno - node.lineno < most, f"{path}: {node.name}"

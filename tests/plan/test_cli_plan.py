@@ -205,6 +205,7 @@ def entry(variant: str, **changes) -> Entry:
         "parameters": 10**12,
         "parameter_bytes": 4 * 10**12,
         "optimizer_bytes": 8 * 10**12,
+        "cache_bytes": 2 * 10**12,
         "argument_bytes": 12 * 10**12,
         "temp_bytes": 999 * 10**9,
         "peak_bytes": 13 * 10**12,

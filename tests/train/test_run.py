@@ -102,6 +102,7 @@ def test_what_a_run_leaves(uninterrupted):
         "topk": None,
         "bias": False,
         "block_size_sublayers": 3,
+        "two_phase": None,
     }
     assert "jax" in json.loads((run_dir / "environment.json").read_text())["packages"]
     assert (run_dir / "loss.png").read_bytes().startswith(b"\x89PNG")

@@ -108,11 +108,7 @@ def mix_backward(
     results += [] if scale is None else [(part_sum, sums)]
     if newest is not None:
         results += [(token_spec, jax.ShapeDtypeStruct(newest.shape, newest.dtype))]
-    column = pltpu.VMEM((block, 1), FLOAT32)
-    columns = pltpu.VMEM((most, block, 1), FLOAT32)
-    held = pltpu.VMEM((most, block, width), rows.dtype)
-    steps = groups(seen, group)
-    live = mean_count(most, seen, n)
+    steps, live = groups(seen, group), mean_count(most, seen, n)
     out = pl.pallas_call(
         functools.partial(_kernel, options),
         grid_spec=pltpu.PrefetchScalarGridSpec(
@@ -120,10 +116,7 @@ def mix_backward(
             grid=(parts, blocks, steps + seen),
             in_specs=[spec for spec, _ in given],
             out_specs=[spec for spec, _ in results],
-            scratch_shapes=[
-                *(column, column, pltpu.VMEM((block, width), FLOAT32)),
-                *(column, column, column, held, columns, columns),
-            ],
+            scratch_shapes=_scratch(most, block, width, rows.dtype),
         ),
         out_shape=[shape for _, shape in results],
         input_output_aliases=aliases,
@@ -138,6 +131,13 @@ def mix_backward(
         found = jnp.where(added, found, d_rows)
     d_scale = jnp.sum(rest.pop(0), axis=0) if scale is not None else None
     return found, rest[0] if rest else None, jnp.sum(du, axis=0), d_scale
+
+
+def _scratch(most: int, block: int, width: int, dtype) -> list:
+    """What `_kernel` keeps from step to step."""
+    column, columns = (pltpu.VMEM((*lead, block, 1), FLOAT32) for lead in ((), (most,)))
+    mixture, held = pltpu.VMEM((block, width), FLOAT32), pltpu.VMEM((most, block, width), dtype)
+    return [column, column, mixture, column, column, column, held, columns, columns]
 
 
 def fits(rows: jax.Array, newest: jax.Array | None) -> bool:
