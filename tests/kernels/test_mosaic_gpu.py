@@ -287,6 +287,8 @@ def test_sources_that_do_not_fit():
 def test_what_fits():
     assert fits(896, jnp.bfloat16, jnp.float32)
     assert fits(7168)
+    assert fits(5760, jnp.float32)
+    assert not fits(7168, jnp.float32)
     assert not fits(72)
     assert not fits(8192)
     assert not fits(1024, jnp.float64)

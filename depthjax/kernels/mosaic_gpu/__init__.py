@@ -16,4 +16,4 @@ def fits(width: int, *dtypes: Any) -> bool:
     7168 in bf16, 5760 in fp32. Any number of tokens and of sources goes."""
     sizes = [jnp.dtype(dtype).itemsize for dtype in dtypes]
     narrow = all(jnp.dtype(dtype) in (jnp.bfloat16, jnp.float32) for dtype in dtypes)
-    return narrow and width % LANES == 0 and 0 < width <= WIDEST[max(sizes)]
+    return narrow and width % LANES == 0 and 0 < width <= WIDEST[max(sizes, default=2)]
