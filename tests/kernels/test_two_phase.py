@@ -14,8 +14,8 @@ from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import AxisType
 
 from depthjax.kernels import depth_mix, phase1, phase2
+from depthjax.kernels.bf16_terms import bf16_terms
 from depthjax.kernels.two_phase.api import phase1_backward
-from depthjax.kernels.two_phase.phase1_tpu import split
 
 # Relative to a tensor's largest value.
 BOUND = {"float32": 1e-5, "bfloat16": 2**-7}
@@ -134,10 +134,10 @@ def test_phase_1_adds_to_a_cotangent(dtype, races):
 def test_weights_of_few_queries_are_as_exact_as_the_sources():
     """Rounded to bf16 once they would be off by 2^-9; mixtures in fp32 of weights in two terms."""
     x = normal(0, 64, 128)
-    terms = split(x, 3)
+    terms = bf16_terms(x)
     assert all(term.dtype == "bfloat16" for term in terms)
     assert np.array_equal(sum(term.astype("float32") for term in terms[::-1]), x)
-    two = sum(term.astype("float32") for term in split(x, 2))
+    two = sum(term.astype("float32") for term in bf16_terms(x, 2))
     assert np.max(np.abs(two - x) / np.abs(x)) < 2**-15
 
 

@@ -5,52 +5,31 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from test_depth import LAYERS, build, float64, ids  # noqa: F401
 
-from depthjax.models import Remat, Shape, Transformer
+from depthjax.models import Remat
 from depthjax.models.sublayers import LayerParams, Sublayers
 from depthjax.models.vjp import scan_layers
 from depthjax.residuals import KINDS, BlockAttnRes
 
 pytestmark = pytest.mark.jax_version
 
-LAYERS = 5
-SHAPE = Shape(layers=LAYERS, width=16, heads=2, kv_heads=1, mlp_width=24)
 
-
-@pytest.fixture(autouse=True)
-def float64():
-    with jax.enable_x64(True):
-        yield
-
-
-def build(block: int, two_phase: bool, **options) -> Transformer:
+def phased(block: int, two_phase: bool, **options):
     """A model whose parameters do not depend on `two_phase`, none of them at its start."""
-    rule = BlockAttnRes(block_size_sublayers=block, two_phase=two_phase)
-    model = Transformer(SHAPE, 31, rule, dtype=jnp.float64, rngs=nnx.Rngs(0), **options)
-    graph, state = nnx.split(model)
-    leaves, tree = jax.tree.flatten(state)
-    keys = jax.random.split(jax.random.key(1), len(leaves))
-    noisy = [
-        leaf + 0.5 * jax.random.normal(key, leaf.shape, jnp.float64)
-        for leaf, key in zip(leaves, keys, strict=True)
-    ]
-    return nnx.merge(graph, jax.tree.unflatten(tree, noisy))
-
-
-def ids():
-    return jax.random.randint(jax.random.key(9), (2, 6), 0, 31)
+    return build(BlockAttnRes(block_size_sublayers=block, two_phase=two_phase), **options)
 
 
 @pytest.mark.parametrize("block", [1, 2, 3, 4, 10])
 def test_logits(block):
     """Blocks that cut a layer, the last one short; every sublayer; all of them."""
-    phased, plain = (build(block, two_phase)(ids()) for two_phase in (True, False))
-    np.testing.assert_allclose(phased, plain, rtol=0, atol=1e-12 * float(jnp.max(jnp.abs(plain))))
+    two, one = (phased(block, two_phase)(ids()) for two_phase in (True, False))
+    np.testing.assert_allclose(two, one, rtol=0, atol=1e-12 * float(jnp.max(jnp.abs(one))))
 
 
 def test_a_stack_in_pieces():
     """Cut within a block: the second piece asks for answers in its middle. The offset is traced."""
-    model = build(4, two_phase=True)
+    model = phased(4, two_phase=True)
     params, rule = model.residual.layered(), model.residual.rule
     graphs, branches = zip(nnx.split(model.attention), nnx.split(model.mlp), strict=True)
 
@@ -69,13 +48,13 @@ def test_a_stack_in_pieces():
     for start, end in ((0, 3), (3, LAYERS)):
         state = run(state, start, jax.tree.map(lambda x: x[start:end], layers))  # noqa: B023
     features = rule.finish(params["final"], *state)
-    expected = build(4, two_phase=False).features(ids())[0]
+    expected = phased(4, two_phase=False).features(ids())[0]
     np.testing.assert_allclose(features, expected, rtol=0, atol=1e-11)
 
 
 def test_gradients_are_those_of_one_phase():
     def gradient(two_phase):
-        graph, params = nnx.split(build(3, two_phase, remat=Remat("layer")))
+        graph, params = nnx.split(phased(3, two_phase, remat=Remat("layer")))
 
         def total(params):
             return jnp.sum(jnp.sin(nnx.merge(graph, params)(ids())))
@@ -93,7 +72,7 @@ def test_the_history_is_read_once_a_block():
     """Not an accident of the numbers: the program without derivatives has the two phases in it."""
 
     def text(two_phase):
-        graph, params = nnx.split(build(4, two_phase))
+        graph, params = nnx.split(phased(4, two_phase))
         return str(jax.make_jaxpr(lambda p: nnx.merge(graph, p)(ids()))(params))
 
     assert "cond[" in text(True)

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from depthjax.kernels.bf16_terms import bf16_terms
 from depthjax.kernels.choice import tpu_interpreter
 from depthjax.kernels.mixture import tiles
 from depthjax.kernels.mixture.mosaic_tpu import groups, mean_count
@@ -229,14 +230,5 @@ def _product(a: jax.Array, b: jax.Array, contract) -> jax.Array:
     if a.dtype == b.dtype == FLOAT32:
         return product(a, b, precision=jax.lax.Precision.HIGHEST)
     if a.dtype == FLOAT32:
-        return sum(product(term, b) for term in _terms(a))
-    return sum(product(a, term) for term in _terms(b))
-
-
-def _terms(x: jax.Array) -> list[jax.Array]:
-    """Three bfloat16 arrays whose sum is the fp32 x."""
-    terms = []
-    for _ in range(3):
-        terms.append(x.astype(jnp.bfloat16))
-        x = x - terms[-1].astype(FLOAT32)
-    return terms
+        return sum(product(term, b) for term in bf16_terms(a))
+    return sum(product(a, term) for term in bf16_terms(b))

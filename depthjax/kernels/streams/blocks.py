@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from depthjax.kernels.bf16_terms import bf16_terms
 from depthjax.kernels.choice import MIB, small_vmem
 
 LANES = 128
@@ -183,15 +184,7 @@ def dot(a: jax.Array, b: jax.Array, axes: tuple[int, int]) -> jax.Array:
 
 def split(x: jax.Array, dtype: Any) -> list[jax.Array]:
     """fp32 numbers as a sum of numbers of this dtype: three of bfloat16, or themselves."""
-    if dtype != jnp.bfloat16:
-        return [x]
-    terms = []
-    for _ in range(3):  # by bits: a cast there and back might be optimised away
-        bits = jax.lax.bitcast_convert_type(x, jnp.int32) & -(2**16)
-        top = jax.lax.bitcast_convert_type(bits, jnp.float32)
-        terms.append(top.astype(dtype))
-        x = x - top
-    return terms
+    return bf16_terms(x) if dtype == jnp.bfloat16 else [x]
 
 
 def total(parts: list[jax.Array]) -> jax.Array:

@@ -19,6 +19,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from depthjax.kernels.bf16_terms import bf16_terms
 from depthjax.kernels.choice import tpu_interpreter
 from depthjax.kernels.two_phase.tiles import LANES, Tiling, block_tokens, sublanes, vector_memory
 
@@ -29,19 +30,6 @@ TWO_TERMS = 8
 memory (on chips with a matrix unit of 128 x 128). Of one term a weight is off by 2^-9 of itself."""
 
 _NN, _NT, _TN = ((((a,), (b,)), ((), ())) for a, b in ((1, 0), (1, 1), (0, 0)))
-
-
-def split(x: jax.Array, terms: int) -> list[jax.Array]:
-    """Terms of bf16, each the first bits of what the ones before leave, whose sum is x [...] in
-    fp32: to 16 bits with two, exactly with three. By bits: casts there and back might be optimised
-    away."""
-    result = []
-    for _ in range(terms - 1):
-        bits = jax.lax.bitcast_convert_type(x, jnp.uint32) & jnp.uint32(0xFFFF0000)
-        first = jax.lax.bitcast_convert_type(bits, jnp.float32)
-        result.append(first.astype(jnp.bfloat16))
-        x = x - first
-    return [*result, x.astype(jnp.bfloat16)]
 
 
 def _dot(a, b, dimensions):
@@ -176,7 +164,7 @@ def _forward_kernel(count_ref, eps_ref, terms_ref, *refs, tiling, masked):
     def mix(chunk, p):
         a = chunks.spread(p)
         two = chunks.dtype == jnp.bfloat16 and queries <= TWO_TERMS
-        parts = split(a, 2) if two else [a.astype(chunks.dtype)]
+        parts = bf16_terms(a, 2) if two else [a.astype(chunks.dtype)]
         a = jnp.concatenate(parts, axis=1)
         for lo, hi in chunks.tiles():
             v = chunks.sources(chunk, lo, hi)
@@ -199,7 +187,7 @@ def _backward_kernel(count_ref, eps_ref, terms_ref, pull_ref, *refs, tiling, mas
     queries = by_ref.shape[0]
     chunks = _Chunks(sources, queries, tiling, masked, count_ref)
     bf16 = chunks.dtype == jnp.bfloat16
-    terms = (lambda x, n: split(x, n)) if bf16 else (lambda x, n: [x])
+    terms = bf16_terms if bf16 else (lambda x, n: [x])
 
     def cotangents(chunk, lo, hi):
         by = chunks.beyond(by_ref[:, chunks.at(chunk), lo:hi], chunk)
@@ -323,7 +311,7 @@ def _padded_terms(directions, dtype, beside=False):
     rows = jnp.pad(directions.astype(jnp.float32), [(0, -len(directions) % 8), (0, 0)])
     if dtype == jnp.float32:
         return rows
-    first, middle, last = split(rows, 3)
+    first, middle, last = bf16_terms(rows)
     return jnp.concatenate([first, middle, first] if beside else [first, middle, last])
 
 
