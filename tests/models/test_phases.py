@@ -22,7 +22,7 @@ def phased(block: int, two_phase: bool, **options):
 
 @pytest.mark.parametrize("block", [2, 3, 4, 10])
 def test_logits(block):
-    """Blocks that cut a layer, the last one short; all sublayers (of one, a block has no phases)."""
+    """Blocks that cut a layer, the last one short; all sublayers. Of one, a block has no phases."""
     two, one = (phased(block, two_phase)(ids()) for two_phase in (True, False))
     np.testing.assert_allclose(two, one, rtol=0, atol=1e-12 * float(jnp.max(jnp.abs(one))))
 
