@@ -1,4 +1,8 @@
-"""Reading and mixing streams, as XLA does it; see `read_streams`."""
+"""Reading and mixing streams, as XLA does it; see `read_streams`.
+
+Streams are taken apart by `jnp.unstack`: outside jit, a plain loop over an array with an explicit
+sharding gives unsharded parts.
+"""
 
 import functools
 
@@ -19,16 +23,16 @@ def stream_products(
     A norm in front of the columns is a factor a token, which commutes with the product: so no
     normalised streams are held.
     """
-    wide = [at_least_float32(stream) for stream in streams]
+    wide = [at_least_float32(stream) for stream in jnp.unstack(streams)]
     squares = jnp.stack([jnp.mean(stream * stream, axis=-1) for stream in wide])
     if columns is None:
         return None, squares
     columns = columns.astype(squares.dtype)
     # One product a stream: a batched one would copy the streams.
     if columns.ndim == 2:
-        products = [_exact("dc,...d->c...", columns, stream) for stream in streams]
+        products = [_exact("dc,...d->c...", columns, stream) for stream in jnp.unstack(streams)]
         return jnp.stack(products, axis=1), squares
-    pairs = zip(columns, streams, strict=True)
+    pairs = zip(columns, jnp.unstack(streams), strict=True)
     return sum(_exact("dc,...d->c...", *pair) for pair in pairs), squares
 
 
@@ -69,7 +73,7 @@ def _weighted(weights, streams):
         return jnp.einsum(subscripts, weights, at_least_float32(streams), precision="highest")
 
     def spelled(weights, streams):
-        pairs = zip(weights, streams, strict=True)
+        pairs = zip(jnp.unstack(weights), jnp.unstack(streams), strict=True)
         return sum(w[..., None] * at_least_float32(stream) for w, stream in pairs)
 
     return jax.lax.platform_dependent(weights, streams, cpu=product, default=spelled)
@@ -95,10 +99,13 @@ def backward(weigh, eps, gates, columns, scale, streams, small, by_x, by_mixed, 
     )
     by_x, by_scale = pull_norm(by_x.astype(x.dtype))
 
-    wide = [at_least_float32(stream) for stream in streams]
+    wide = [at_least_float32(stream) for stream in jnp.unstack(streams)]
     by_read = jnp.stack([jnp.sum(by_x * old, -1) for old in wide])
     by_transport = jnp.stack(
-        [jnp.stack([jnp.sum(at_least_float32(new) * old, -1) for old in wide]) for new in by_mixed]
+        [
+            jnp.stack([jnp.sum(at_least_float32(new) * old, -1) for old in wide])
+            for new in jnp.unstack(by_mixed)
+        ]
     )
     by_gates, by_products, by_squares = pull((by_read, by_write, by_transport))
 
@@ -113,9 +120,11 @@ def backward(weigh, eps, gates, columns, scale, streams, small, by_x, by_mixed, 
 
 def _by_columns(by_products, streams, ndim):
     if ndim == 2:
-        pairs = zip(jnp.swapaxes(by_products, 0, 1), streams, strict=True)
+        pairs = zip(jnp.unstack(by_products, axis=1), jnp.unstack(streams), strict=True)
         return sum(_exact("c...,...d->dc", *pair) for pair in pairs)
-    return jnp.stack([_exact("c...,...d->dc", by_products, stream) for stream in streams])
+    return jnp.stack(
+        [_exact("c...,...d->dc", by_products, stream) for stream in jnp.unstack(streams)]
+    )
 
 
 def _by_products(by_products, columns):
