@@ -155,15 +155,16 @@ def test_several_blocks_of_tokens(tokens, monkeypatch):
 
 @pytest.mark.jax_version
 @pytest.mark.parametrize(
-    ("readers", "index", "width", "precision"),
-    [(5, 1, 72, FLOAT32), (6, 5, 128, FLOAT32), (9, 0, 640, BFLOAT16)],
+    ("readers", "index", "tokens", "width", "precision"),
+    [(5, 1, 7, 72, FLOAT32), (6, 5, 130, 128, FLOAT32), (9, 0, 7, 640, BFLOAT16)],
 )
-def test_the_pull_form(readers, index, width, precision):
+def test_the_pull_form(readers, index, tokens, width, precision):
     """`mix_rows` and `gather_rows`; rows that are not theirs hold NaN."""
     dtype, _ = precision
-    rows, last = normal(0, readers, 1, 7, width, dtype=dtype), normal(1, 1, 7, width, dtype=dtype)
-    directions, delta = normal(2, readers, width, size=0.3), normal(3, readers, 1, 7)
-    lse = 2 + normal(4, readers, 1, 7)
+    rows = normal(0, readers, 1, tokens, width, dtype=dtype)
+    last = normal(1, 1, tokens, width, dtype=dtype)
+    directions, delta = normal(2, readers, width, size=0.3), normal(3, readers, 1, tokens)
+    lse = 2 + normal(4, readers, 1, tokens)
 
     expected = float64(
         lambda rows, *given: gather_rows(rows, index, *given, EPS, implementation="xla"),
@@ -189,9 +190,9 @@ def test_the_pull_form(readers, index, width, precision):
 
 @pytest.mark.jax_version
 def test_on_a_mesh():
-    """Each device has its rows of the batch; parameters have the gradient of all."""
-    given = normal(0, 4, 4, 3, 128), normal(1, 4, 3, 128), normal(2, 128), normal(3, 128)
-    d_history, delta = normal(4, 4, 4, 3, 128), normal(5, 4, 4, 3)
+    """Each device has its rows of the batch and its tokens; parameters have the gradient of all."""
+    given = normal(0, 4, 4, 6, 128), normal(1, 4, 6, 128), normal(2, 128), normal(3, 128)
+    d_history, delta = normal(4, 4, 4, 6, 128), normal(5, 4, 4, 6)
 
     def read(history, newest, u, scale):
         return depth_read(history, newest, u, 3, EPS, scale, implementation="mosaic_tpu")

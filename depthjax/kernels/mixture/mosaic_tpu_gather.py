@@ -8,7 +8,6 @@ TensorCore, sums du over its tokens in an output block of its own.
 """
 
 import functools
-import math
 
 import jax
 import jax.numpy as jnp
@@ -203,13 +202,17 @@ def _kernel(readers, tokens, group, bounds, eps_ref, u_ref, lse_ref, delta_ref, 
 
 
 def _over_parts(block: int, body) -> None:
-    """Calls body(slice) for each 128 tokens of a block: what the matrix unit takes at a time."""
-    part = math.gcd(block, LANES)
+    """Calls body(slice) for each 128 tokens of a block, what the matrix unit takes at a time. Where
+    the last are fewer the slices are static: lanes may start anywhere only at a known place."""
+    if block % LANES:
+        for start in range(0, block, LANES):
+            body(pl.ds(start, min(LANES, block - start)))
+        return
 
     def run(i, _):
-        body(pl.ds(pl.multiple_of(i * part, part), part))
+        body(pl.ds(pl.multiple_of(i * LANES, LANES), LANES))
 
-    jax.lax.fori_loop(0, block // part, run, None)
+    jax.lax.fori_loop(0, block // LANES, run, None)
 
 
 def _column(ref, at, lane) -> jax.Array:
