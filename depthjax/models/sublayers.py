@@ -7,8 +7,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from depthjax.kernels.layout import gather_parameter, gather_tokens, residual_axes, spread_tokens
 from depthjax.residuals import ATTENTION, KINDS, MLP, Residual, append
-from depthjax.residuals.base import State
+from depthjax.residuals.base import Phases, State
 
 Branch = Callable[[Any, jax.Array, Any], tuple[jax.Array, Any]]
 Observer = Callable[[Residual, Any, Any, Any, Any], Any]
@@ -56,28 +57,38 @@ class Sublayers:
     observer: Observer | None = None
 
     def read(self, kind: int, params: LayerParams, carry, history, s):
-        return self.rule.read(params.residual[KINDS[kind]], carry, history, s)
+        return self.rule.read(_gathered(params.residual[KINDS[kind]]), carry, history, s)
 
     def branch(self, kind: int, params: LayerParams, x, ctx):
-        y, aux = self.branches[kind](params.branch[kind], x, ctx)
+        y, aux = self.branches[kind](params.branch[kind], gather_tokens(x), ctx)
+        y = spread_tokens(y)
         return (y if params.meters is None else tap(y, params.meters[kind])), aux
 
     def write(self, kind: int, params: LayerParams, carry, y, aux, s):
-        return self.rule.write(params.residual[KINDS[kind]], carry, y, aux, s)
+        return self.rule.write(_gathered(params.residual[KINDS[kind]]), carry, y, aux, s)
 
     def observe(self, kind: int, params: LayerParams, carry, history, s) -> Any:
         if self.observer is None:
             return None
         return self.observer(self.rule, params.residual[KINDS[kind]], carry, history, s)
 
+    def phases(self) -> Phases | None:
+        """How a forward pass may go by phases: as the rule says, unless each read is observed."""
+        return self.rule.phases() if self.observer is None else None
+
     def sublayer(self, kind: int, params: LayerParams, state: State, s) -> tuple[State, Any]:
         """The state after sublayer s, and the aux of its branch."""
         x, ctx, carry, history = self.read(kind, params, *state, s)
         y, aux = self.branch(kind, params, x, ctx)
+        return self.written(kind, params, (carry, history), y, aux, s), aux
+
+    def written(self, kind: int, params: LayerParams, state: State, y, aux, s) -> State:
+        """The state behind sublayer s, whose read left `state` and whose branch (y, aux)."""
+        carry, history = state
         # What reads the history comes before the row that is put into it, or it would be copied.
         y, history = jax.lax.optimization_barrier((y, history))
         carry, appended = self.write(kind, params, carry, y, aux, s)
-        return (carry, append(history, appended)), aux
+        return carry, append(history, appended)
 
     def layer(self, params: LayerParams, state: State, index) -> tuple[State, Any, tuple]:
         """The state after layer `index`, what was observed of its two sublayers, [2, ...], and the
@@ -89,6 +100,11 @@ class Sublayers:
             state, aux = self.sublayer(kind, params, state, s)
             left.append(aux)
         return state, jax.tree.map(lambda *both: jnp.stack(both), *seen), tuple(left)
+
+
+def _gathered(params: Any) -> Any:
+    """A residual connection's parameters of one layer, whole as its moves take them."""
+    return jax.tree.map(lambda x: gather_parameter(x, residual_axes(x.shape)), params)
 
 
 def differentiable(tree: Any) -> Any:

@@ -15,6 +15,8 @@ its own. Reader s has 1 + ceil(s / b) sources.
 """
 
 import dataclasses
+from collections.abc import Mapping
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -32,7 +34,14 @@ from depthjax.kernels import (
 )
 from depthjax.kernels.choice import choose
 from depthjax.kernels.rms_norm import at_least_float32
-from depthjax.residuals.base import KINDS, Parameter, Residual, empty_history, swap_rows
+from depthjax.residuals.base import (
+    KINDS,
+    Parameter,
+    Paths,
+    Residual,
+    empty_history,
+    swap_rows,
+)
 
 MIXER = ("query", "key_scale", "logit_scale", "source_bias")
 
@@ -40,6 +49,12 @@ MIXER = ("query", "key_scale", "logit_scale", "source_bias")
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _AttnRes(Residual):
     positive = ("eps", "mix_eps")
+    limits: ClassVar[Mapping[str, str]] = {
+        "usefulness": "later layers read the outputs of a layer, not only the sum that it hands on",
+        "jacobian_norms": "later layers read the outputs of a layer, not only the sum it hands on",
+        "permutation_score_routing": Residual.limits["permutation_score_routing"],
+        "transport_effective_rank": "its sources stay as they are: nothing transports them",
+    }
     eps: float = 1e-6
     """Epsilon of the norm of the very first read, which sees the embedding alone."""
     mix_eps: float = 1e-6
@@ -65,9 +80,13 @@ class _AttnRes(Residual):
         """How many sources reader s mixes, the open sum included: 1 + ceil(s / b)."""
         return 1 - (-s // self.block)
 
+    def rows_before(self, s):
+        """The finished ones of these sources: ceil(s / b)."""
+        return self.sources(s) - 1
+
     def rows(self, layers: int) -> int:
         """Sources that are finished in the end, which the history has room for."""
-        return self.sources(2 * layers) - 1
+        return self.rows_before(2 * layers)
 
     def parameters(self, layers, width):
         zeros = jax.nn.initializers.zeros
@@ -146,6 +165,42 @@ class _AttnRes(Residual):
         """{"weights": [rows + 1, ...]}: the softmax weights; the open sum is the last source."""
         sources, options = self._sources(params, carry, history, s)
         return {"weights": depth_weights(*sources, **options)}
+
+    def _raw_mixture(self, params, carry, history, s):
+        """What reader s mixes, before its norm."""
+        sources, options = self._sources(params, carry, history, s)
+        return depth_mix(*sources, **options).astype(carry["open"].dtype)
+
+    def depth_state(self, params, carry, history, s):
+        """In front of a boundary, and at the end, the raw mixture that is read there; elsewhere the
+        open sum (DepthBench, section 7)."""
+        mixture = self._raw_mixture(params, carry, history, s)
+        return mixture if s is None else jnp.where(s % self.block == 0, mixture, carry["open"])
+
+    def lens(self, params, final, carry, history, s):
+        """The raw mixture that is read at the boundary, under the final norm."""
+        mixture = self._raw_mixture(params, carry, history, s)
+        return _normalized(mixture, final, self.mix_eps, like=mixture)
+
+    def with_layer_tensor(self, carry, tensor):
+        return {**carry, "open": tensor}
+
+    def boundaries(self, layers):
+        return tuple(range(0, 2 * layers, self.block))
+
+    def slots(self, layers):
+        """The finished sources and, last, the open sum."""
+        return np.eye(self.rows(layers) + 1, dtype=np.float32)[-1]
+
+    def paths(self, params, before, y, after, s):
+        read = jnp.moveaxis(self.observe(params, *before, s)["weights"], 0, -1)
+        if s is None:
+            return Paths(read)
+        slots, boundary = read.shape[-1], s % self.block == 0
+        opened = jax.nn.one_hot(slots - 1, slots)
+        finished = jax.nn.one_hot(before[0]["count"], slots)  # the row that a boundary closes
+        moved = jnp.outer(finished - opened, opened)
+        return Paths(read, jnp.eye(slots) + jnp.where(boundary, moved, 0), opened)
 
     def skip(self, before, after, s):
         """The sum and the finished rows stay as they were, and the next reader, if it stands at a

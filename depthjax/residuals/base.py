@@ -34,8 +34,10 @@ backward pass can hold one buffer.
 
 *Probing* asks what a layer does for the rest. `skip` gives the state as if a layer had not been
 there, `swap` the parameters with two layers exchanged, both with traced indices, so that a probe of
-all layers, or of all pairs, compiles once; `observe` tells what a read weighs, `stream` the
-running state whose size is logged.
+all layers, or of all pairs, compiles once. `observe` tells what a read weighs, `stream` the
+running state whose size is logged, `depth_state`, `lens` and `layer_tensor` what stands at the
+boundary of two layers, `paths` how a read is a sum of all that came before; `limits` names the
+diagnostics that make no sense of a variant. Their defaults suit a single stream.
 
 A new variant is a frozen dataclass that derives from `Residual` (or from a variant that it changes)
 and gives itself a `name`, with which it is registered. Its hyperparameters are the fields, all with
@@ -46,11 +48,13 @@ import copy
 import dataclasses
 import math
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+
+from depthjax.kernels.rms_norm import at_least_float32
 
 ATTENTION, MLP = 0, 1
 KINDS = ("attention", "mlp")  # the sublayers of one layer, in order
@@ -85,6 +89,17 @@ class UpdateScale:
     rate: float = 1.0
     eps: float = 1.0
     decay: float = 1.0
+
+
+class Paths(NamedTuple):
+    """One sublayer as linear moves on K slots (see `Residual.paths`), a token or for all alike."""
+
+    read: jax.Array
+    """[..., K]: the branch input, before its norm, is the sum of the slots with these weights."""
+    keep: jax.Array | None = None
+    """[..., K, K]: new slot t takes keep[..., t, k] of old slot k; None at the final read."""
+    write: jax.Array | None = None
+    """[..., K]: new slot t takes so much of the branch output."""
 
 
 class Pull(Protocol):
@@ -164,6 +179,12 @@ class Residual:
     """Peak learning rate that suits the variant (DepthBench, 400M models, AdamW)."""
     positive: ClassVar[tuple[str, ...]] = ()
     """Hyperparameters that must be above 0, where they are not None."""
+    limits: ClassVar[Mapping[str, str]] = {
+        "permutation_score_routing": "it has no connectors beside its norms",
+        "transport_effective_rank": "it has a single stream, which nothing transports",
+        "newest_source_weight": "it sums what came before in a stream and weighs no sources",
+    }
+    """Diagnostics of `depthjax.probes` that say nothing about the variant, and why."""
 
     def __init_subclass__(cls, **options: Any):
         super().__init_subclass__(**options)
@@ -233,6 +254,11 @@ class Residual:
         """What the LM head reads, [..., D]: the final read and the final norm."""
         raise NotImplementedError
 
+    def rows_before(self, s: int) -> int:
+        """Rows of the history that are written in front of sublayer s, a plain number: what a stage
+        of a pipeline has to have of it."""
+        return 0
+
     def pull(self) -> "Pull | None":
         """How the backward pass over the depth may do with one buffer; None: it needs two."""
         return None
@@ -256,6 +282,50 @@ class Residual:
     def swap(self, params, i, j):
         """The parameters, as `layered` gives them, with those of layers i and j exchanged."""
         return {**params, **{kind: swap_rows(params[kind], i, j) for kind in KINDS}}
+
+    def swap_routing(self, params, i, j):
+        """The same with only their connectors exchanged: what routes between streams."""
+        raise NotImplementedError
+
+    def depth_state(self, params, carry, history, s) -> jax.Array:
+        """The state z [..., D'] at the boundary of two layers, whose movement probes measure. s:
+        the first sublayer behind it, params: its own; None: the end, params: the final ones."""
+        return self.stream(carry)
+
+    def lens(self, params, final, carry, history, s) -> jax.Array:
+        """What the head would read, [..., D], if the network ended at this boundary (LogitLens);
+        final: the final parameters, the others as in `depth_state`."""
+        return self.finish(final, carry, history)
+
+    def layer_tensor(self, carry) -> jax.Array:
+        """What a layer hands on to the next as one tensor, [..., D] or [m, ..., D]."""
+        return self.stream(carry)
+
+    def with_layer_tensor(self, carry, tensor: jax.Array):
+        """The carry with `layer_tensor` replaced."""
+        return tensor
+
+    def boundaries(self, layers: int) -> tuple[int, ...]:
+        """The sublayers in front of which a block of sources is closed."""
+        return ()
+
+    def slots(self, layers: int) -> np.ndarray:
+        """[K]: how much of the embedding each slot of `paths` holds at first."""
+        return np.ones(1, np.float32)
+
+    def paths(self, params, before: State, y, after: State | None, s) -> Paths:
+        """How sublayer s, which returned y and led from one state to another, moves K slots
+        linearly: with it every read is a weighted sum of the embedding and the earlier outputs
+        (path weights, DepthBench, section 7). s = None: the final read; y and after are None.
+
+        Here, for a single stream, the slot: keep and write are the two numbers that give the new
+        stream of a token from the old one and y with the least square error, means over features
+        aside, which a LayerNorm takes out. They are those of an additive write; a norm of the sum
+        counts as what it multiplies by.
+        """
+        if s is None:
+            return Paths(jnp.ones(1))
+        return _fitted(*map(at_least_float32, (self.stream(before[0]), y, self.stream(after[0]))))
 
     def flops_per_token(self, layers: int, width: int) -> int:
         """Forward FLOPs a token beyond the branches and the norms (a multiply-add counts 2)."""
@@ -301,6 +371,21 @@ def _bytes(state: Any) -> int:
     """Of a token's abstract state, counters aside."""
     leaves = [leaf for leaf in jax.tree.leaves(state) if leaf.ndim]
     return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves)
+
+
+def _fitted(old: jax.Array, y: jax.Array, new: jax.Array) -> Paths:
+    """new ~ keep old + write y, a token, [..., D] each, all centred."""
+    old, y, new = (x - jnp.mean(x, axis=-1, keepdims=True) for x in (old, y, new))
+
+    def dot(a, b):
+        return jnp.sum(a * b, axis=-1, keepdims=True)
+
+    def share(a, b):  # of b in a
+        return dot(a, b) / jnp.maximum(dot(b, b), jnp.finfo(b.dtype).tiny)
+
+    write = share(new, y - share(y, old) * old)
+    keep = share(new - write * y, old)
+    return Paths(jnp.ones(1), keep[..., None], write)
 
 
 def append(history, appended: Appended):

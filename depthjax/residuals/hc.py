@@ -1,14 +1,16 @@
 """Hyper-Connections: several residual streams that each sublayer reads, mixes and writes."""
 
 import dataclasses
+from collections.abc import Mapping
 from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from depthjax.kernels import beside, read_streams, rms_norm, stream_products
 from depthjax.kernels.rms_norm import at_least_float32
-from depthjax.residuals.base import ATTENTION, MLP, Parameter, Residual
+from depthjax.residuals.base import ATTENTION, KINDS, MLP, Parameter, Paths, Residual, swap_rows
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -22,6 +24,11 @@ class StreamResidual(Residual):
     positive = ("eps", "streams")
     projections: ClassVar[tuple[str, ...]] = ()
     """Names of the parameters that `columns` is made of."""
+    limits: ClassVar[Mapping[str, str]] = {
+        "jacobian_norms": "a layer hands on several streams, whose Jacobian is no D x D matrix",
+        "token_collapse": "a layer hands on several streams, and the measure is of one",
+        "newest_source_weight": Residual.limits["newest_source_weight"],
+    }
     streams: int = 4
     """Residual streams m."""
     eps: float = 1e-6
@@ -89,6 +96,33 @@ class StreamResidual(Residual):
 
     def stream(self, carry):
         return self.collapse(carry["streams"])
+
+    def depth_state(self, params, carry, history, s):
+        """The streams side by side, [..., m D]."""
+        streams = jnp.moveaxis(carry["streams"], 0, -2)
+        return streams.reshape(*streams.shape[:-2], -1)
+
+    def layer_tensor(self, carry):
+        return carry["streams"]
+
+    def with_layer_tensor(self, carry, tensor):
+        return {**carry, "streams": tensor}
+
+    def slots(self, layers):
+        """The streams."""
+        return np.ones(self.streams, np.float32)
+
+    def paths(self, params, before, y, after, s):
+        if s is None:
+            collapsed = self.collapse(jnp.eye(self.streams)[:, None])  # [1, m]: streams as features
+            return Paths(collapsed[0])
+        seen = self.observe(params, *before, s)
+        return Paths(seen["read"], seen["transport"], seen["write"])
+
+    def swap_routing(self, params, i, j):
+        """All but the norms of the branches."""
+        swapped = {k: swap_rows(params[k], i, j) | {"norm": params[k]["norm"]} for k in KINDS}
+        return {**params, **swapped}
 
     def elements_moved(self, layers, width):
         """Unfused, as the paper counts mHC: coefficients, pre-map, post-map, transport and merge

@@ -99,8 +99,14 @@ class MoDA(Residual):
     def finish(self, params, carry, history):
         return self.plain.finish(params, carry["stream"], {})
 
+    def rows_before(self, s):
+        return s
+
     def stream(self, carry):
         return carry["stream"]
+
+    def with_layer_tensor(self, carry, tensor):
+        return {**carry, "stream": tensor}
 
     def swap(self, params, i, j):
         """The last layer has no projection, and keeps none."""
