@@ -10,11 +10,13 @@ import tyro
 from flax import nnx
 from rich.console import Console
 
-from depthjax.config import Config, residual_named, variant_source
+from depthjax.config import OWN_VARIANT, Config, residual_named, variant_source
 from depthjax.errors import InputError, suggest
 from depthjax.interop import (
     DEPTHJAX,
     FORMATS,
+    GGUF_SUFFIX,
+    LLAMA,
     check_free,
     config_beside,
     export,
@@ -22,6 +24,7 @@ from depthjax.interop import (
     is_file_name,
     largest_difference,
     load,
+    read_gguf,
     read_json,
     read_tensors,
     with_residual,
@@ -31,6 +34,8 @@ from depthjax.models import Transformer
 from depthjax.overrides import parse
 from depthjax.residuals import Residual
 from depthjax.train.source import trained_model
+
+_TOKENIZER = "tokenizer.json"
 
 
 def _convert(
@@ -47,7 +52,7 @@ def _convert(
     The formats are:
     - depthjax: a run directory or a model folder; written is a model folder
     - depthbench: .safetensors or .pt with the config as .json beside it, or both in a folder
-    - llama: a folder of the Hugging Face hub
+    - llama: a folder of the Hugging Face hub; or a .gguf file of llama.cpp, to be read
     - kimi_k3: the same with Kimi K3's tensors for mixing over depth
 
     Args:
@@ -70,14 +75,21 @@ def _convert(
     if to == DEPTHJAX.name and is_file_name(pathlib.Path(out)):
         raise InputError(f"OUT is {out!r}, but depthjax's own format is a folder: name one")
     check_free(out)
-    ours, model = _read(source, from_, config, say)
+    ours, model, tokenizer = _read(source, from_, config, say)
+    beside = {}
+    if tokenizer is not None and to == DEPTHJAX.name:
+        beside[_TOKENIZER] = tokenizer
+        name = str(pathlib.Path(out).absolute() / _TOKENIZER)
+        ours = dataclasses.replace(ours, data=dataclasses.replace(ours.data, tokenizer=name))
     if to_residual is not None:
         plain, residual = model, _residual(to_residual, block_size_sublayers)
         ours, model = with_residual(ours, plain, residual)
         difference = largest_difference(plain, model)
         say(f"log-probabilities on random token ids: at most {difference:.1e} apart")
     tensors, values = export(FORMATS[to], ours, model)
-    write_checkpoint(out, tensors, values, variant_source(ours.model.residual))
+    if variant := variant_source(ours.model.residual):
+        beside[OWN_VARIANT] = variant
+    write_checkpoint(out, tensors, values, beside)
     count = sum(leaf.size for leaf in jax.tree.leaves(nnx.state(model, nnx.Param)))
     say(
         f"{out}: {to}, {ours.residual.name}, {ours.shape.layers} layers of width "
@@ -87,11 +99,30 @@ def _convert(
 
 def _read(
     source: str, name: str | None, config: str | None, say: Any
-) -> tuple[Config, Transformer]:
-    """Config and model of the checkpoint at `source` in the format called `name` (None: guess)."""
+) -> tuple[Config, Transformer, str | None]:
+    """Config, model and, where it brings one, tokenizer of the checkpoint at `source` in the format
+    called `name` (None: guess)."""
     path = pathlib.Path(source)
     if not path.exists():
         raise InputError(f"{source} does not exist: give a checkpoint, a file or a folder")
+    if path.suffix != GGUF_SUFFIX:
+        return *_read_pair(path, name, config, say), None
+    if name not in (None, LLAMA.name) or config is not None:
+        raise InputError(
+            f"{source} is a GGUF file, which is a {LLAMA.name} and says its config itself: leave "
+            "out --from and --config"
+        )
+    values, tensors, tokenizer = read_gguf(path)
+    if tokenizer is None:
+        say("its tokenizer is of a kind that depthjax does not know: give your own as tokenizer")
+    return *load(LLAMA, tensors, values), tokenizer
+
+
+def _read_pair(
+    path: pathlib.Path, name: str | None, config: str | None, say: Any
+) -> tuple[Config, Transformer]:
+    """Config and model of a checkpoint with a config."""
+    source = str(path)
     if name is None and _is_ours(config_beside(path)):
         name = DEPTHJAX.name
     if name == DEPTHJAX.name:
@@ -108,7 +139,7 @@ def _read(
     if format is None:
         raise InputError(f"{file} does not tell the format of {source}: give --from")
     if format is DEPTHJAX:
-        return _read(source, DEPTHJAX.name, config, say)
+        return _read_pair(path, DEPTHJAX.name, config, say)
     return load(format, read_tensors(path), values)
 
 

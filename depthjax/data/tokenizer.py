@@ -59,6 +59,11 @@ class Tokenizer:
         ids = self.encode_documents([text])[0].tolist()
         return ids[:-1]
 
+    def encode_plain(self, texts: Sequence[str]) -> list[list[int]]:
+        """Return the ids of each text alone, without anything added before or behind it."""
+        encodings = self.backend.encode_batch_fast(list(texts), add_special_tokens=False)
+        return [encoding.ids for encoding in encodings]
+
     def decode(self, ids: Iterable[int]) -> str:
         """Return the text of `ids`, special tokens included."""
         return self.backend.decode([int(i) for i in ids], skip_special_tokens=False)

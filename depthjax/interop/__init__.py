@@ -1,5 +1,5 @@
-"""Checkpoints of others, in and out: DepthBench's, Llamas of the hub, Kimi K3's names; and
-depthjax's own model folder."""
+"""Checkpoints of others, in and out: DepthBench's, Llamas of the hub, Kimi K3's names; GGUF files,
+in; and depthjax's own model folder."""
 
 from depthjax.interop.change import largest_difference, with_residual
 from depthjax.interop.depthbench import DEPTHBENCH, from_depthbench, to_depthbench
@@ -12,6 +12,8 @@ from depthjax.interop.files import (
     write_checkpoint,
 )
 from depthjax.interop.folder import DEPTHJAX, is_model_folder, read_folder, with_vocab
+from depthjax.interop.gguf import SUFFIX as GGUF_SUFFIX
+from depthjax.interop.gguf import read_gguf
 from depthjax.interop.llama import KIMI_K3, LLAMA
 from depthjax.interop.tensors import Format, Values, export, fill, function_fields, load
 
@@ -27,6 +29,7 @@ __all__ = [
     "DEPTHBENCH",
     "DEPTHJAX",
     "FORMATS",
+    "GGUF_SUFFIX",
     "KIMI_K3",
     "LLAMA",
     "Format",
@@ -42,6 +45,7 @@ __all__ = [
     "largest_difference",
     "load",
     "read_folder",
+    "read_gguf",
     "read_json",
     "read_tensors",
     "to_depthbench",

@@ -7,7 +7,7 @@ import json
 import os
 import pathlib
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import ml_dtypes
@@ -15,7 +15,6 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-from depthjax.config import OWN_VARIANT
 from depthjax.data.files import partial_path, publish
 from depthjax.errors import InputError
 from depthjax.interop.tensors import Tensors
@@ -161,19 +160,22 @@ def check_free(out: str | pathlib.Path) -> None:
 
 
 def write_checkpoint(
-    out: str | pathlib.Path, tensors: Tensors, values: dict[str, Any], source: str | None = None
+    out: str | pathlib.Path,
+    tensors: Tensors,
+    values: dict[str, Any],
+    beside: Mapping[str, str] | None = None,
 ) -> None:
-    """Tensors and config: two files where `out` ends in .safetensors or .pt, else a folder. source:
-    that of a residual connection from outside of depthjax, which is kept in the folder.
+    """Tensors and config: two files where `out` ends in .safetensors or .pt, else a folder. beside:
+    texts by file name that are kept in the folder.
 
     All of it appears at once, or nothing does; nothing is overwritten (InputError).
     """
     out = pathlib.Path(out)
     check_free(out)
-    if source is not None and is_file_name(out):
+    if beside and is_file_name(out):
         raise InputError(
-            f"{out} is to be a file, but the source of the residual connection has to be kept "
-            "beside it: give the name of a folder"
+            f"{out} is to be a file, but {', '.join(beside)} has to be kept beside it: give the "
+            "name of a folder"
         )
     out.parent.mkdir(parents=True, exist_ok=True)
 
@@ -191,8 +193,8 @@ def write_checkpoint(
         folder.mkdir()
         save(folder / _SINGLE, _SAFE)
         describe(folder / _CONFIG)
-        if source is not None:
-            (folder / OWN_VARIANT).write_text(source, encoding="utf-8")
+        for name, text in (beside or {}).items():
+            (folder / name).write_text(text, encoding="utf-8")
 
     _appear({out: fill})
 

@@ -158,7 +158,8 @@ def test_a_residual_connection_from_elsewhere_goes_along(capsys, tmp_path):
     source.write_text(MINE)
     config = small_config(import_file(source).Mine(gain=3.0), layers=2)
     tensors, values = export(FORMATS["depthjax"], config, random_model(config))
-    write_checkpoint("one", tensors, values, variant_source(config.residual))
+    beside = {"residual.py": variant_source(config.residual)}
+    write_checkpoint("one", tensors, values, beside)
     source.unlink()
     for given, out in (("one", "two"), ("two", "three")):
         del REGISTRY["mine"]

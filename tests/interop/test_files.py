@@ -100,11 +100,11 @@ def test_what_is_no_index(tmp_path, index):
         read_tensors(tmp_path)
 
 
-def test_source_of_a_residual_connection(tmp_path):
-    write_checkpoint(tmp_path / "out", TENSORS, {}, "x = 1\n")
+def test_texts_beside_the_tensors(tmp_path):
+    write_checkpoint(tmp_path / "out", TENSORS, {}, {"residual.py": "x = 1\n"})
     assert (tmp_path / "out" / "residual.py").read_text() == "x = 1\n"
     with pytest.raises(InputError, match="give the name of a folder"):
-        write_checkpoint(tmp_path / "a.safetensors", TENSORS, {}, "x = 1\n")
+        write_checkpoint(tmp_path / "a.safetensors", TENSORS, {}, {"residual.py": "x = 1\n"})
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
