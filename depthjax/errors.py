@@ -1,4 +1,4 @@
-"""The one exception that means: the input is wrong, and here is what would be right."""
+"""What ends a command in one sentence: above all wrong input, and what would be right."""
 
 import difflib
 from collections.abc import Iterable
@@ -8,6 +8,13 @@ class InputError(ValueError):
     """Bad input. The message is one sentence: field or file, its value, and the remedy.
 
     The command line prints it without a traceback and exits with status 2.
+    """
+
+
+class JobBroken(RuntimeError):
+    """One of several processes failed, or is gone. The message is one sentence.
+
+    The command line prints it without a traceback and exits with status 1.
     """
 
 

@@ -2,16 +2,19 @@
 wrong in one sentence."""
 
 import contextlib
+import dataclasses
 import io
+import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import tyro
 
-from depthjax.config import Config, flatten
+from depthjax.config import Config, MeshConfig, flatten
 from depthjax.errors import InputError, suggest
 
 _DIALS = ("--model.shape", "--model.residual")
+_MESH = "--mesh"
 
 
 def override(
@@ -23,11 +26,14 @@ def override(
     """The config of `load(shape, residual)` with the fields in `arguments` set.
 
     `--model.shape` and `--model.residual` go to `load`, so that a config can follow them; the rest
-    override fields of what it returns. options: what else the command takes, already taken. Raises
-    InputError naming an unknown field or a wrong value.
+    override fields of what it returns. `--mesh data=2,fsdp=4` says all fields of the mesh, those
+    that it does not name having their defaults; `--mesh auto` is `--mesh.auto true`. options: what
+    else the command takes, already taken. Raises InputError naming an unknown field or a wrong
+    value.
     """
     arguments = [_underscored(argument) for argument in arguments]
-    rest, dials = take(arguments, _DIALS)
+    rest, dials = take(arguments, (*_DIALS, _MESH))
+    rest = [*_mesh_fields(dials[_MESH]), *rest]
     default = load(dials["--model.shape"], dials["--model.residual"])
     return parse(
         lambda: tyro.cli(
@@ -63,6 +69,29 @@ def _is_flag(argument: str) -> bool:
     return argument.startswith("--")
 
 
+def _mesh_fields(text: str | None) -> list[str]:
+    """The fields that the value of `--mesh` is short for."""
+    if text is None:
+        return []
+    if text == "auto":
+        return ["--mesh.auto=True"]
+    fields = {f.name: str(f.default) for f in dataclasses.fields(MeshConfig)}
+    known = [name for name in fields if name != "auto"]
+    given = set()
+    for part in text.split(","):
+        name, _, size = part.partition("=")
+        if name not in known or not re.fullmatch(r"-?\d+", size):
+            raise InputError(
+                f"mesh is {text!r}: write auto, or sizes such as data=2,fsdp=4 "
+                f"of {', '.join(known)}"
+            )
+        if name in given:
+            raise InputError(f"mesh is {text!r}, which says {name} twice: say it once")
+        given.add(name)
+        fields[name] = size
+    return [f"--mesh.{name}={value}" for name, value in fields.items()]
+
+
 def _underscored(argument: str) -> str:
     """`--a.b-c=d-e` as `--a.b_c=d-e`."""
     if not _is_flag(argument):
@@ -94,7 +123,7 @@ def _check_fields(arguments: Iterable[str], default: Config, options: Sequence[s
         if _is_flag(argument):
             name, equals, value = argument.partition("=")
             if name not in (*fields, "--help"):
-                known = [*fields, *_DIALS, *options]
+                known = [*fields, *_DIALS, _MESH, *options]
                 raise InputError(f"field {name} is unknown: {suggest(name, known)}")
             wants_value, text = not equals, isinstance(fields.get(name), str)
         elif wants_value or argument == "-h":

@@ -1,9 +1,12 @@
 """One softmax over a causal sequence and over entries that each token has to itself."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 
 from depthjax.kernels.flash import flash_attention
+from depthjax.kernels.layout import along_sequence
 
 
 def joint_attention(
@@ -28,7 +31,8 @@ def joint_attention(
     the [B, T, H, N] weights over depth, and of those over the sequence what `flash_attention` does;
     implementation: as there.
     """
-    mixed, lse = flash_attention(query, key, value, implementation)
+    attend = functools.partial(flash_attention, implementation=implementation)
+    mixed, lse = along_sequence(attend, query, key, value)
     return join_depth(query, mixed, lse, depth_key, depth_value, count)
 
 

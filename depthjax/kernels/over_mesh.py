@@ -7,8 +7,15 @@ from typing import Any
 import jax
 from jax.sharding import PartitionSpec as P
 
-BATCH_AXES, HEADS_AXIS = ("data", "fsdp"), "tensor"
-"""Mesh axes that divide a batch, and the heads of attention."""
+DATA, FSDP, STAGE, SEQUENCE, TENSOR = "data", "fsdp", "stage", "sequence", "tensor"
+BATCH_AXES = (DATA, FSDP, STAGE)
+"""Mesh axes that divide a batch: the stages of a pipeline do outside of it."""
+TOKEN_AXES = (SEQUENCE, TENSOR)
+"""Mesh axes that divide the tokens of a sequence between two branches."""
+HEAD_AXES = (TENSOR, SEQUENCE)
+"""Mesh axes that divide the heads while attention looks along the sequence."""
+FLAT = -1
+"""In place of an axis, to `over_batch`: the first, along which a device has all of its tokens."""
 
 
 def platform() -> str:
@@ -28,13 +35,18 @@ def batch_axes(batch: int) -> tuple[str, ...]:
     """Axes of the mesh in force (`jax.set_mesh`) that divide a batch of `batch` rows: none without
     a mesh, where the rows do not go round, or where the caller runs on one device's part already.
     """
-    sizes = _free_axes()
-    axes = tuple(axis for axis in BATCH_AXES if axis in sizes)
-    shards = math.prod(sizes[axis] for axis in axes)
-    return axes if shards > 1 and batch % shards == 0 else ()
+    return dividing(batch, BATCH_AXES)
 
 
-def _free_axes() -> dict[str, int]:
+def dividing(size: int, axes: tuple[str, ...]) -> tuple[str, ...]:
+    """Those of `axes` that the mesh in force has and the compiler is free to use, where together
+    they divide `size`; else none."""
+    sizes = free_axes()
+    axes = tuple(axis for axis in axes if sizes.get(axis, 1) > 1)
+    return axes if axes and size % math.prod(sizes[axis] for axis in axes) == 0 else ()
+
+
+def free_axes() -> dict[str, int]:
     """Sizes of the mesh axes that the compiler is free to use."""
     mesh = jax.sharding.get_abstract_mesh()
     return {
@@ -45,24 +57,41 @@ def _free_axes() -> dict[str, int]:
 
 
 def over_batch(
-    function: Callable, batch: int, in_axes: Any, out_axes: Any, *, kernel: bool = False
+    function: Callable,
+    batch: int,
+    in_axes: Any,
+    out_axes: Any,
+    *,
+    length: int | None = None,
+    kernel: bool = False,
 ) -> Callable:
-    """`function(axes, *arrays)` on each device's rows; axes: the mesh axes that hold the others.
+    """`function(axes, *arrays)` on each device's tokens; axes: the mesh axes that hold the others.
 
-    in_axes, out_axes: pytrees beside the arguments and results of the axis that is the batch, None
-    where each device sees the whole, and has to return the same (sum over `axes`). kernel: a kernel
-    runs, which the compiler cannot divide, so that devices along other axes of the mesh do the same
-    work. Where nothing divides the work, the function is called once, with ().
+    in_axes, out_axes: pytrees beside the arguments and results of the axis that is the batch, or
+    FLAT; None where each device sees the whole, and has to return the same (sum over `axes`); or a
+    PartitionSpec of its own.
+    length: where it is given, the axis after the batch's is a sequence of so many tokens, which is
+    divided too. kernel: a kernel runs between two branches, which the compiler cannot divide, so
+    that devices along other axes of the mesh do the same work; else `tensor` is left to the
+    compiler. Where nothing divides the work, the function is called once, with ().
     """
-    axes, sizes = batch_axes(batch), _free_axes()
+    rows, sizes = batch_axes(batch), free_axes()
+    along = dividing(length, TOKEN_AXES if kernel else (SEQUENCE,)) if length else ()
+    axes = rows + along
     manual = set(sizes) if kernel and math.prod(sizes.values()) > 1 else set(axes)
     if not manual:
         return lambda *arrays: function((), *arrays)
 
     def spec(axis):
-        return P() if axis is None or not axes else P(*[None] * axis, axes)
+        if axis is None or isinstance(axis, P):
+            return axis or P()
+        if axis == FLAT:
+            return P(axes)
+        return P(*[None] * axis, rows or None, *([along] if along else []))
 
-    in_specs, out_specs = jax.tree.map(spec, (in_axes, out_axes), is_leaf=lambda axis: axis is None)
+    in_specs, out_specs = jax.tree.map(
+        spec, (in_axes, out_axes), is_leaf=lambda axis: axis is None or isinstance(axis, P)
+    )
     return jax.shard_map(
         lambda *arrays: function(axes, *arrays),
         in_specs=in_specs,
@@ -72,15 +101,21 @@ def over_batch(
     )
 
 
+def tokens_of(x: jax.Array, axis: int) -> tuple[int, int | None]:
+    """(batch, length) of an array [..., B, T, ..., D] whose batch is at `axis`, as `over_batch`
+    takes them: 1 and None where it has no such axes."""
+    sizes = x.shape[axis:-1]
+    return (sizes[0] if sizes else 1), (sizes[1] if len(sizes) > 1 else None)
+
+
 def over_rows_and_heads(function: Callable, batch: int, heads: int) -> Callable:
     """`function` of arrays [B, T, H, ...], which returns such arrays, on each device's rows and
     heads: for kernels, which the compiler cannot divide. Devices along other axes of the mesh do
     the same work. heads: the smallest number of heads among the arrays."""
-    sizes = _free_axes()
+    sizes = free_axes()
     if math.prod(sizes.values()) == 1:
         return function
-    by_head = heads % sizes.get(HEADS_AXIS, heads + 1) == 0
-    spec = P(batch_axes(batch) or None, None, HEADS_AXIS if by_head else None)
+    spec = P(batch_axes(batch) or None, None, dividing(heads, HEAD_AXES) or None)
     return jax.shard_map(
         function, in_specs=spec, out_specs=spec, axis_names=set(sizes), check_vma=False
     )

@@ -1,5 +1,6 @@
 """Causal multi-head and grouped-query self-attention with rotary positions."""
 
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -9,6 +10,7 @@ from flax import nnx
 from depthjax.kernels import splash
 from depthjax.kernels.flash import flash_attention
 from depthjax.kernels.joint_attention import join_depth, joint_attention
+from depthjax.kernels.layout import along_sequence, head_tokens
 from depthjax.kernels.over_mesh import platform
 from depthjax.kernels.past_attention import past_attention
 from depthjax.layers.init import truncated_normal
@@ -88,13 +90,14 @@ class Attention(nnx.Module):
             )
         init = truncated_normal(init_std)
 
-        def matrix(*shape: int) -> nnx.Param:
-            return nnx.Param(init(rngs.params(), shape, param_dtype), decay="matrix")
+        def matrix(**axes: int) -> nnx.Param:
+            value = init(rngs.params(), tuple(axes.values()), param_dtype)
+            return nnx.Param(value, decay="matrix", axes=tuple(axes))
 
-        self.query = matrix(width, heads, head_dim)
-        self.key = matrix(width, kv_heads, head_dim)
-        self.value = matrix(width, kv_heads, head_dim)
-        self.out = matrix(heads, head_dim, width)
+        self.query = matrix(width=width, heads=heads, size=head_dim)
+        self.key = matrix(width=width, heads=kv_heads, size=head_dim)
+        self.value = matrix(width=width, heads=kv_heads, size=head_dim)
+        self.out = matrix(heads=heads, size=head_dim, width=width)
         self.rope_theta, self.implementation = rope_theta, implementation
 
     def __call__(self, x: jax.Array, ctx=None, past: Cache | None = None):
@@ -109,13 +112,14 @@ class Attention(nnx.Module):
 
         def project(matrix: nnx.Param) -> jax.Array:
             y = jnp.einsum("...d,dhe->...he", tokens, matrix[...].astype(x.dtype))
-            return y.reshape(*x.shape[:2], *y.shape[-2:])
+            return head_tokens(y.reshape(*x.shape[:2], *y.shape[-2:]))
 
         query, key, value = project(self.query), project(self.key), project(self.value)
         start = None if past is None else past.length
         query, rotated = (rope(x, self.rope_theta, start) for x in (query, key))
         if ctx is None and past is None:
-            mixed = causal_attention(query, rotated, value, self.implementation)
+            attend = functools.partial(causal_attention, implementation=self.implementation)
+            mixed = along_sequence(attend, query, rotated, value)
         else:
             name = self.implementation or _implementation(x.dtype, *query.shape[1::2])
             name = "xla" if name == "cudnn" else name  # which keeps its log-sum-exp to itself

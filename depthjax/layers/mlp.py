@@ -27,12 +27,13 @@ class SwiGLU(nnx.Module):
     ):
         init = truncated_normal(init_std)
 
-        def matrix(*shape: int) -> nnx.Param:
-            return nnx.Param(init(rngs.params(), shape, param_dtype), decay="matrix")
+        def matrix(**axes: int) -> nnx.Param:
+            value = init(rngs.params(), tuple(axes.values()), param_dtype)
+            return nnx.Param(value, decay="matrix", axes=tuple(axes))
 
-        self.gate = matrix(width, inner)
-        self.up = matrix(width, inner)
-        self.down = matrix(inner, width)
+        self.gate = matrix(width=width, columns=inner)
+        self.up = matrix(width=width, columns=inner)
+        self.down = matrix(columns=inner, width=width)
 
     def __call__(self, x: jax.Array, ctx: None = None):
         """x: [..., D]. Returns (y [..., D], None): an MLP keeps nothing for later depth."""

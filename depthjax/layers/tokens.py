@@ -2,13 +2,15 @@
 
 import jax
 
-from depthjax.kernels.over_mesh import platform
+from depthjax.kernels.over_mesh import SEQUENCE, dividing, platform
 
 
 def merge_tokens(x: jax.Array) -> jax.Array:
     """x [B, T, ...]; on a CPU as [B T, ...].
 
     A matrix's gradient sums over B and T. XLA's CPU compiler copies the operands to make that one
-    axis, number by number, and takes longer over it than over the product.
+    axis, number by number, and takes longer over it than over the product. Not where a mesh divides
+    the tokens, which could not be one axis with the batch then.
     """
-    return x.reshape(-1, *x.shape[2:]) if platform() == "cpu" else x
+    merge = platform() == "cpu" and not dividing(x.shape[1], (SEQUENCE,))
+    return x.reshape(-1, *x.shape[2:]) if merge else x

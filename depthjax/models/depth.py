@@ -5,6 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from depthjax.kernels.layout import spread_state
 from depthjax.models.keep import KEEP_ALL, Remat
 from depthjax.models.pull import scan_by_pull
 from depthjax.models.sublayers import LayerParams, Sublayers
@@ -44,7 +45,7 @@ def run_depth(
     if pull is not None:
         features, seen = scan_by_pull(sublayers, pull, params, final, embedding, remat)
         return features, jax.lax.stop_gradient(seen), None
-    state, left = rule.begin(embedding, layers), None
+    state, left = spread_state(lambda x: rule.begin(x, layers), embedding), None
     if plain:
         state, seen, left = _loop(sublayers, params, state, layers, unroll, skip)
     else:

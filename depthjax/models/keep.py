@@ -6,6 +6,8 @@ from typing import Any
 
 import jax
 
+from depthjax.kernels.layout import gathers, not_gathered
+
 POLICIES = ("none", "dots", "sublayer", "layer", "group")
 
 
@@ -36,11 +38,14 @@ KEEP_ALL = Remat()
 
 
 def recompute(branch: Callable, remat: Remat) -> Callable:
-    """The branch, made so that its pullback keeps what the policy says."""
-    if remat.policy != "dots":
-        return branch
-    policy = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
-    return jax.checkpoint(branch, policy=policy)
+    """The branch, made so that its pullback keeps what the policy says, and on a mesh no input or
+    matrix that was gathered, which would be a copy of it for every layer."""
+    if remat.policy == "dots":
+        policy = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
+        return jax.checkpoint(branch, policy=policy)
+    if remat.policy == "none" and gathers():
+        return jax.checkpoint(branch, policy=not_gathered, prevent_cse=False)
+    return branch
 
 
 @jax.tree_util.register_static

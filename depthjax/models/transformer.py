@@ -1,12 +1,14 @@
 """The decoder-only LLaMA backbone of DepthBench, under any residual connection."""
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from depthjax.kernels.layout import gather_parameter, gather_tokens, look_up, spread_tokens
 from depthjax.layers import Attention, Cache, SwiGLU, rope, stack
 from depthjax.layers.init import truncated_normal
 from depthjax.models.depth import run_depth
@@ -55,13 +57,14 @@ class Transformer(nnx.Module):
         def mlp(rngs: nnx.Rngs) -> SwiGLU:
             return SwiGLU(shape.width, shape.mlp_width, rngs=rngs, **options)
 
-        def matrix(*sizes: int) -> nnx.Param:
-            return nnx.Param(init(rngs.params(), sizes, param_dtype), decay="matrix")
+        def matrix(**axes: int) -> nnx.Param:
+            value = init(rngs.params(), tuple(axes.values()), param_dtype)
+            return nnx.Param(value, decay="matrix", axes=tuple(axes))
 
-        self.embedding = matrix(vocab, shape.width)
+        self.embedding = matrix(vocab=vocab, width=shape.width)
         self.attention = stack(attention, shape.layers, rngs)
         self.mlp = stack(mlp, shape.layers, rngs)
-        self.head = matrix(shape.width, vocab)
+        self.head = matrix(width=shape.width, vocab=vocab)
         # Last, so that one seed draws the same backbone whatever the residual connection.
         rule = residual.bind(shape.layers, (shape.kv_heads, shape.head_dim))
         self.residual = ResidualModule(
@@ -84,29 +87,25 @@ class Transformer(nnx.Module):
         swap: tuple[jax.Array | int, jax.Array | int] | None = None,
         meters: jax.Array | None = None,
         observer: Observer | None = None,
+        over_depth: Callable = run_depth,
     ) -> tuple[jax.Array, Any]:
         """What the head reads [B, T, D], and what `observer` saw: (of the 2L sublayers, stacked to
         [2L, ...]; of the final read).
 
         skip: leave out one layer. swap: exchange two layers (their branches and, by the rules of
         the residual connection, its parameters). Indices may be traced. meters, observer: see
-        `models.depth.run_depth`; the observer also sees the final read, as s = None.
+        `models.depth.run_depth`; the observer also sees the final read, as s = None. over_depth:
+        what goes through the layers in its place, and takes and returns the same.
         """
-        rule, params = self.residual.rule, self.residual.layered()
-        graphs, branch_params = zip(nnx.split(self.attention), nnx.split(self.mlp), strict=True)
+        sublayers, params, branch_params = self.parts(observer)
         if swap is not None:
-            params = rule.swap(params, *swap)
+            params = sublayers.rule.swap(params, *swap)
             branch_params = tuple(swap_rows(p, *swap) for p in branch_params)
-
-        def branch(graph):
-            return lambda state, x, ctx: nnx.merge(graph, state)(x, ctx)
-
-        branches = (branch(graphs[0]), branch(graphs[1]))
-        features, seen, _ = run_depth(
-            Sublayers(rule, branches, observer),
+        features, seen, _ = over_depth(
+            sublayers,
             params,
             branch_params,
-            self._embedded(input_ids),
+            self.embedded(input_ids),
             layers=self.shape.layers,
             remat=self.remat,
             unroll=self.unroll,
@@ -114,6 +113,20 @@ class Transformer(nnx.Module):
             meters=meters,
         )
         return features, seen
+
+    def parts(
+        self, observer: Observer | None = None
+    ) -> tuple[Sublayers, dict[str, Any], tuple[Any, Any]]:
+        """What a loop over depth is made of: (the functions, the parameters of the residual
+        connection as `layered` gives them, those of the two branches [L, ...])."""
+        graphs, branch_params = zip(nnx.split(self.attention), nnx.split(self.mlp), strict=True)
+
+        def branch(graph):
+            return lambda state, x, ctx: _module(graph, state, x)(x, ctx)
+
+        branches = (branch(graphs[0]), branch(graphs[1]))
+        rule = self.residual.rule
+        return Sublayers(rule, branches, observer), self.residual.layered(), branch_params
 
     def advance(
         self, input_ids: jax.Array, past: Cache | None = None
@@ -128,14 +141,14 @@ class Transformer(nnx.Module):
         def attend(inputs, x, ctx):
             state, before = inputs
             before = before and past._replace(key=before[0], value=before[1])
-            return nnx.merge(attention, state)(x, ctx, before)
+            return _module(attention, state, x)(x, ctx, before)
 
-        branches = attend, lambda state, x, ctx: nnx.merge(mlp, state)(x, ctx)
+        branches = attend, lambda state, x, ctx: _module(mlp, state, x)(x, ctx)
         features, _, left = run_depth(
             Sublayers(self.residual.rule, branches),
             self.residual.layered(),
             ((of_attention, past and (past.key, past.value)), of_mlp),
-            self._embedded(input_ids),
+            self.embedded(input_ids),
             layers=self.shape.layers,
             unroll=self.unroll,
             auxiliary=True,
@@ -145,11 +158,21 @@ class Transformer(nnx.Module):
         rotate = functools.partial(rope, theta=self.attention.rope_theta, start=start)
         return features, (jax.vmap(rotate)(keys), values)
 
-    def _embedded(self, input_ids: jax.Array) -> jax.Array:
-        return self.embedding[...].astype(self.dtype)[input_ids]
+    def embedded(self, input_ids: jax.Array) -> jax.Array:
+        """[B, T, D] of input_ids int32 [B, T]: what depth begins with."""
+        return spread_tokens(look_up(self.embedding[...].astype(self.dtype), input_ids))
 
     def logits(self, features: jax.Array) -> jax.Array:
         """fp32 [B, T, V] from features [B, T, D]."""
-        return (features @ self.head[...].astype(self.dtype)).astype(
-            jnp.promote_types(self.dtype, jnp.float32)
-        )
+        matrix = gather_parameter(self.head[...], self.head.axes, self.dtype)
+        logits = gather_tokens(features) @ matrix
+        return logits.astype(jnp.promote_types(self.dtype, jnp.float32))
+
+
+def _module(graph: nnx.GraphDef, state: nnx.State, x: jax.Array) -> nnx.Module:
+    """The branch of one layer, its matrices as the products with x take them."""
+
+    def gather(matrix: nnx.Param) -> nnx.Param:
+        return matrix.replace(gather_parameter(matrix[...], matrix.axes, x.dtype))
+
+    return nnx.merge(graph, jax.tree.map(gather, state, is_leaf=lambda v: isinstance(v, nnx.Param)))

@@ -75,8 +75,8 @@ def _differentiable_scan(sublayers: Sublayers, remat: Remat):
 
     @jax.custom_vjp
     def run(params, state, first):
-        phases = sublayers.rule.phases()
-        if phases is not None and sublayers.observer is None:
+        phases = sublayers.phases()
+        if phases is not None:
             return scan_by_phases(sublayers, phases, params, state, first), None
         return forward(params, state, first, keep=False)[0]
 

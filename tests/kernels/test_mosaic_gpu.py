@@ -13,12 +13,14 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.sharding import (
     AbstractDevice,
     AbstractMesh,
+    AxisType,
+    Mesh,
     NamedSharding,
     use_abstract_mesh,
 )
 from jax.sharding import PartitionSpec as P
 
-from depthjax.aot.topology import mesh_of, prepare_environment, target
+from depthjax.aot.topology import devices_of, prepare_environment, target
 from depthjax.errors import InputError
 from depthjax.kernels import depth_mix, gather_rows, mix_rows, phase1
 from depthjax.kernels.choice import choose
@@ -301,7 +303,7 @@ def compile_for(topology, function, arrays, donated=()):
     except InputError as error:
         pytest.skip(str(error))
     prepare_environment(described)
-    mesh = mesh_of(described, {"data": described.devices})
+    mesh = Mesh(np.array(devices_of(described)), ("data",), axis_types=(AxisType.Auto,))
     whole = NamedSharding(mesh, P())
     arrays = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=whole) for x in arrays]
     with jax.set_mesh(mesh):

@@ -247,8 +247,9 @@ def test_an_infinite_log_sum_exp_leaves_the_mixture():
 @pytest.mark.jax_version
 @pytest.mark.parametrize("form", ["xla", "mosaic"])
 def test_devices_share_a_batch(form):
-    """Also parameters' gradients: each device sums its own tokens, and then they are added."""
-    v, queries = normal(0, 2, 8, 3, 128), normal(1, 2, 128)
+    """And a sequence. Also parameters' gradients: each device sums its own tokens, then they are
+    added."""
+    v, queries = normal(0, 2, 8, 4, 128), normal(1, 2, 128)
 
     def loss(v, queries):
         mixtures, lse = phase1(v, queries, implementation=form)

@@ -22,7 +22,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from depthjax.kernels.choice import tpu_interpreter
-from depthjax.kernels.over_mesh import over_batch
+from depthjax.kernels.over_mesh import FLAT, over_batch, tokens_of
 from depthjax.kernels.streams.blocks import (
     LANES,
     Blocks,
@@ -59,8 +59,8 @@ def forward(weigh, eps, gates, columns, scale, streams):
         write = write[:, : flat.shape[1]].reshape(streams.shape[:-1])
         return x.reshape(streams.shape[1:]), mixed.reshape(streams.shape), write, small
 
-    axes = (None, None, None, 1), (0, 1, 1, 0)
-    run = over_batch(local, streams.shape[1], *axes, kernel=True)
+    axes = (None, None, None, 1), (0, 1, 1, FLAT)
+    run = _over_tokens(local, streams, *axes)
     *results, small = run(gates, columns, scale, streams)
     return tuple(results), small
 
@@ -79,9 +79,15 @@ def backward(weigh, eps, gates, columns, scale, streams, small, by_x, by_mixed, 
             by_params = jax.lax.psum(by_params, axes)
         return *by_params, by_streams.reshape(streams.shape)
 
-    axes = (None, None, None, 1, 0, 0, 1, 1), (None, None, None, 1)
-    run = over_batch(local, streams.shape[1], *axes, kernel=True)
+    axes = (None, None, None, 1, FLAT, 0, 1, 1), (None, None, None, 1)
+    run = _over_tokens(local, streams, *axes)
     return run(gates, columns, scale, streams, small, by_x, by_mixed, by_write)
+
+
+def _over_tokens(local, streams, in_axes, out_axes):
+    """`over_batch` for the tokens of streams [m, B, ..., D]."""
+    batch, length = tokens_of(streams, 1)
+    return over_batch(local, batch, in_axes, out_axes, length=length, kernel=True)
 
 
 def _flatten(gates, blocks):

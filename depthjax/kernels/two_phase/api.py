@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from depthjax.kernels import mosaic_gpu
 from depthjax.kernels.choice import Implementation, choose
-from depthjax.kernels.over_mesh import over_batch
+from depthjax.kernels.over_mesh import over_batch, tokens_of
 from depthjax.kernels.rms_norm import at_least_float32
 from depthjax.kernels.two_phase import xla
 from depthjax.kernels.two_phase.tiles import block_tokens
@@ -176,7 +176,7 @@ def _mosaic_forward1(form, blocks, directions, count, eps):
         shape = (len(directions), *blocks.shape[1:])
         return mixtures.reshape(shape), lse.reshape(shape[:-1])
 
-    run = over_batch(local, _batch(blocks, 1), (1, None, None, None), (1, 1), kernel=True)
+    run = _over_tokens(local, blocks, 1, (1, None, None, None), (1, 1))
     return run(blocks, directions, count, eps)
 
 
@@ -190,7 +190,7 @@ def _mosaic_backward1(form, blocks, directions, lse, by_mixtures, by_lse, count,
         return by_blocks.reshape(blocks.shape), jax.lax.psum(by_directions, axes)
 
     in_axes = (1, 1, 1, 1, 1, None, None, None)
-    run = over_batch(local, _batch(blocks, 1), in_axes, (1, None), kernel=True)
+    run = _over_tokens(local, blocks, 1, in_axes, (1, None))
     return run(blocks, lse, by_mixtures, by_lse, into, directions, count, eps)
 
 
@@ -242,7 +242,7 @@ def _mosaic_forward2(form, mixtures, lse, place, open_sum, branch, *small):
         return x.reshape(open_sum.shape), p.reshape(open_sum.shape)
 
     in_axes = (1, 0, 0, 0, None, None, None, None, None)
-    run = over_batch(local, _batch(open_sum, 0), in_axes, (0, 0), kernel=True)
+    run = _over_tokens(local, open_sum, 0, in_axes, (0, 0))
     return run(mixtures, lse, open_sum, branch, place, *small)
 
 
@@ -257,15 +257,17 @@ def _mosaic_backward2(form, mixture, lse, p, by_x, by_p, direction, norm_scale, 
         return *by_tokens, by_lse.reshape(lse.shape), *jax.lax.psum(sums, axes)
 
     in_axes, out_axes = (0, 0, 0, 0, 0, None, None, None), (0, 0, 0, None, None)
-    run = over_batch(local, _batch(mixture, 0), in_axes, out_axes, kernel=True)
+    run = _over_tokens(local, mixture, 0, in_axes, out_axes)
     arguments = mixture, lse, p, by_x, by_p, direction, norm_scale, scalars
     by_mixture, by_p, by_lse, by_direction, by_scale = run(*arguments)
     return by_mixture, by_lse, by_p, by_direction, by_scale
 
 
-def _batch(x, axis):
-    """Rows of the batch, which is the given axis unless that is the width."""
-    return x.shape[axis] if x.ndim > axis + 1 else 1
+def _over_tokens(local, tokens, axis, in_axes, out_axes):
+    """`over_batch` for arrays like `tokens`, whose batch is the given axis unless that is the
+    width."""
+    batch, length = tokens_of(tokens, axis)
+    return over_batch(local, batch, in_axes, out_axes, length=length, kernel=True)
 
 
 def _flat(x, lead):

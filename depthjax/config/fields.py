@@ -1,34 +1,12 @@
-"""What a run is made of, as frozen dataclasses; their JSON form; and the checks that need no
-device.
-
-A config file is a Python module with a function `config() -> Config`. Arguments of that function
-called `shape` and `residual` are dials: `--model.shape` and `--model.residual` are handed to it, so
-that the recipe can follow them. The command line overrides any field after that.
-"""
+"""What a run is made of, as frozen dataclasses, and the checks that need no device."""
 
 import dataclasses
-import importlib.util
-import inspect
-import json
-import math
-import pathlib
-import sys
-import types
-import typing
-import zlib
-from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Literal
 
-import jax.numpy as jnp
-from flax import nnx
-
-from depthjax.errors import InputError, suggest
-from depthjax.models import Remat, Shape, Transformer, shape_of
-from depthjax.residuals import REGISTRY, PreLN, Residual
-
-OWN_VARIANT = "residual.py"
-"""In a run's directory or a model folder, the source of a residual connection from outside of
-depthjax."""
+from depthjax.config.field_types import check_types
+from depthjax.errors import InputError
+from depthjax.models import Shape, shape_of
+from depthjax.residuals import PreLN, Residual
 
 
 @dataclasses.dataclass(frozen=True)
@@ -139,6 +117,27 @@ class RunConfig:
 
 
 @dataclasses.dataclass(frozen=True)
+class MeshConfig:
+    data: int = -1
+    """Devices along the axis that divides the batch alone; -1: all that the other axes leave.
+    Slices of several pods, or nodes without a fast network, differ along this axis."""
+    fsdp: int = 1
+    """Devices that divide the batch, and the parameters and optimizer state as well."""
+    tensor: int = 1
+    """Devices that divide each product with a matrix, and the tokens between two products."""
+    sequence: int = 1
+    """Devices that divide the tokens of a sequence throughout."""
+    stage: int = 1
+    """Stages of the pipeline: devices that divide the layers."""
+    virtual_stages: int = 1
+    """Pieces of the network that each pipeline stage holds, in turn with the other stages."""
+    microbatches: int | None = None
+    """Pieces of a batch that are in the pipeline one after the other; None: as many as stages."""
+    auto: bool = False
+    """Choose fsdp, tensor and data for the model and the memory of the devices (`--mesh auto`)."""
+
+
+@dataclasses.dataclass(frozen=True)
 class Config:
     """One run: what is trained, on which text, how, and where it is kept."""
 
@@ -148,6 +147,8 @@ class Config:
     """The text."""
     train: TrainConfig = dataclasses.field(default_factory=TrainConfig)
     """The optimization."""
+    mesh: MeshConfig = dataclasses.field(default_factory=MeshConfig)
+    """How the devices are divided; -1 fills in what is left, along one axis."""
     run: RunConfig = dataclasses.field(default_factory=RunConfig)
     """Bookkeeping."""
 
@@ -200,9 +201,9 @@ class Config:
 
     def check(self) -> "Config":
         """Raises InputError at the first field that cannot be right; else returns the config."""
-        _check_types(self)
+        check_types(self)
         _ = self.shape, self.residual
-        model, train, run = self.model, self.train, self.run
+        model, train, mesh, run = self.model, self.train, self.mesh, self.run
         folders = {"run.dir": run.dir, "data.dir": self.data.dir}
         folders["train.init_from"] = train.init_from
         for name, path in folders.items():
@@ -220,6 +221,8 @@ class Config:
             "train.guard_patience": (train.guard_patience, 1),
             "train.weight_decay": (train.weight_decay, 0),
             "train.final_lr_ratio": (train.final_lr_ratio, 0),
+            "mesh.virtual_stages": (mesh.virtual_stages, 1),
+            "mesh.microbatches": (mesh.microbatches, 1),
             "run.log_every": (run.log_every, 1),
             "run.eval_every": (run.eval_every, 0),
             "run.eval_batches": (run.eval_batches, 1),
@@ -252,192 +255,3 @@ class Config:
             group = f"model.remat_group is {model.remat_group}, but model.remat {model.remat}"
             raise InputError(f"{group}: leave it out, or take model.remat group")
         return self
-
-    def check_devices(self, devices: int) -> None:
-        """Raises InputError where a micro-batch cannot be divided over `devices`."""
-        micro = self.train.batch // self.train.accumulate
-        if micro % devices:
-            raise InputError(
-                f"train.batch is {self.train.batch}: with train.accumulate {self.train.accumulate} "
-                f"a micro-batch has {micro} sequences, which {devices} devices do not divide"
-            )
-
-
-def build_model(config: Config, vocab: int) -> Transformer:
-    """The freshly initialised network of a config."""
-    model = config.model
-    group = model.remat_group or round(math.sqrt(config.shape.layers))
-    return Transformer(
-        config.shape,
-        vocab,
-        config.residual,
-        rope_theta=model.rope_theta,
-        init_std=model.init_std,
-        dtype=jnp.dtype(model.dtype),
-        param_dtype=jnp.dtype(model.param_dtype),
-        remat=Remat(model.remat, group),
-        rngs=nnx.Rngs(model.init_seed),
-    )
-
-
-def _check_types(config: Any, prefix: str = "") -> None:
-    """Raises InputError at the first field whose value is not of its declared type, not finite, or
-    an integer beyond 31 bits."""
-    hints = typing.get_type_hints(type(config))
-    for field in dataclasses.fields(config):
-        name, value, hint = f"{prefix}{field.name}", getattr(config, field.name), hints[field.name]
-        if dataclasses.is_dataclass(hint):
-            if not isinstance(value, hint):
-                raise InputError(f"{name} is {value!r}: give a {hint.__name__}")
-            _check_types(value, f"{name}.")
-        elif not _is_of(value, hint):
-            raise InputError(f"{name} is {value!r}: give {_wanted(hint)}")
-
-
-def _wanted(hint: Any) -> str:
-    """The type of a field, in words."""
-    if typing.get_origin(hint) is Literal:
-        return "one of " + ", ".join(typing.get_args(hint))
-    text = getattr(hint, "__name__", str(hint)) if not typing.get_args(hint) else str(hint)
-    numeric = {int, float} & {hint, *typing.get_args(hint)}
-    return f"{text}, finite and below 2^31 in size" if numeric else text
-
-
-def _is_of(value: Any, hint: Any) -> bool:
-    if typing.get_origin(hint) is Literal:
-        return value in typing.get_args(hint)
-    if typing.get_args(hint):  # a union such as int | None
-        return any(_is_of(value, option) for option in typing.get_args(hint))
-    if hint is float:
-        number = isinstance(value, float | int) and not isinstance(value, bool)
-        return number and math.isfinite(value)
-    if hint is int:
-        return isinstance(value, int) and not isinstance(value, bool) and abs(value) < 2**31
-    return isinstance(value, hint)
-
-
-def residual_named(name: str) -> Residual:
-    """The variant called `name` with its defaults; InputError with the nearest names otherwise."""
-    if name not in REGISTRY:
-        raise InputError(f"model.residual is {name!r}: choose from {', '.join(sorted(REGISTRY))}")
-    return REGISTRY[name]()
-
-
-def load_config(path: str, shape: str | None = None, residual: str | None = None) -> Config:
-    """The config that the Python file at `path` returns, or a run or model folder's config.json
-    holds, its dials set where given."""
-    file = pathlib.Path(path)
-    if file.suffix == ".json":
-        return with_dials(shape, residual, from_json(file))
-    if not file.is_file():
-        raise InputError(
-            f"config file {path} does not exist: give a Python file such as those in configs/"
-        )
-    given = {"shape": shape, "residual": residual}
-    try:
-        module = import_file(path)
-        dials = inspect.signature(module.config).parameters
-        config = module.config(**{k: v for k, v in given.items() if v is not None and k in dials})
-    except InputError:
-        raise
-    except (Exception, SystemExit) as error:  # whatever a user's file may raise
-        raise InputError(
-            f"config file {path} has no config() that works: {type(error).__name__}: {error}"
-        ) from error
-    if not isinstance(config, Config):
-        raise InputError(
-            f"config() in {path} returns {type(config).__name__}: return a depthjax.config.Config"
-        )
-    return with_dials(shape, residual, config)
-
-
-def import_file(path: str | pathlib.Path) -> types.ModuleType:
-    """The Python file at `path` as a module; what it defines, such as residual connections, is
-    registered. InputError where it does not end in .py; else raises what the file raises."""
-    file = pathlib.Path(path)
-    unique = zlib.crc32(str(file.absolute()).encode())  # files of one name stay apart
-    spec = importlib.util.spec_from_file_location(f"depthjax_config_{file.stem}_{unique:x}", file)
-    if spec is None or spec.loader is None:
-        raise InputError(f"config file {path} is no Python file: give one that ends in .py")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses that it defines look themselves up there
-    spec.loader.exec_module(module)
-    return module
-
-
-def variant_source(residual: Residual) -> str | None:
-    """The source of the module that defines a residual connection outside of depthjax; None for
-    those of depthjax, and where there is no file of it, as in an interactive session."""
-    module = type(residual).__module__
-    if module.partition(".")[0] == "depthjax":
-        return None
-    try:
-        return inspect.getsource(sys.modules[module])
-    except (OSError, TypeError):
-        return None
-
-
-def with_dials(shape: str | None, residual: str | None, config: Config | None = None) -> Config:
-    """`config` (default: all defaults) with the shape and the residual connection of these names,
-    where given; a residual connection that it has already keeps its options."""
-    config = config or Config()
-    model = config.model
-    if shape is not None:
-        model = dataclasses.replace(model, shape=shape)
-    if residual is not None and residual != model.residual.name:
-        model = dataclasses.replace(model, residual=residual_named(residual))
-    return dataclasses.replace(config, model=model)
-
-
-def to_dict(config: Any) -> dict[str, Any]:
-    """A config (or a part) as JSON values; a residual connection also says its name."""
-    fields = {f.name: getattr(config, f.name) for f in dataclasses.fields(config)}
-    values = {k: to_dict(v) if dataclasses.is_dataclass(v) else v for k, v in fields.items()}
-    return {"name": config.name, **values} if isinstance(config, Residual) else values
-
-
-def from_dict(values: Mapping[str, Any], kind: type = Config) -> Any:
-    """The inverse of `to_dict`; InputError where a field is unknown."""
-    if kind is Residual:
-        values = dict(values)
-        kind = type(residual_named(values.pop("name")))
-    known = typing.get_type_hints(kind)
-    fields = {f.name for f in dataclasses.fields(kind)}
-    for name in values:
-        if name not in fields:
-            raise InputError(
-                f"field {name!r} is unknown to {kind.__name__}: {suggest(name, fields)}"
-            )
-    nested = {n: v for n, v in values.items() if dataclasses.is_dataclass(known[n])}
-    made = {name: from_dict(value, known[name]) for name, value in nested.items()}
-    return kind(**{**values, **made})
-
-
-def from_json(file: pathlib.Path) -> Config:
-    """The config that a JSON file holds; InputError where it holds none. A residual connection that
-    is not registered may be defined in OWN_VARIANT beside it."""
-    try:
-        values = json.loads(file.read_text())
-        if isinstance(remat := values["model"].get("remat"), bool):  # as it was before policies
-            values["model"]["remat"] = "layer" if remat else "none"
-        own = file.with_name(OWN_VARIANT)
-        if values["model"]["residual"]["name"] not in REGISTRY and own.exists():
-            import_file(own)
-        return from_dict(values)
-    except InputError as error:
-        raise InputError(f"{file} cannot be read: {error}") from error
-    except Exception as error:  # damaged JSON, or whatever a variant's own file raises
-        raise InputError(f"{file} cannot be read ({error})") from error
-
-
-def flatten(config: Config | Mapping[str, Any]) -> dict[str, Any]:
-    """Dotted field names -> values of a config, or of its JSON form: {"train.steps": 1000, ...}."""
-
-    def walk(prefix: str, values: Mapping[str, Any]):
-        for name, value in values.items():
-            if isinstance(value, Mapping):
-                yield from walk(f"{prefix}{name}.", value)
-            else:
-                yield f"{prefix}{name}", value
-
-    return dict(walk("", config if isinstance(config, Mapping) else to_dict(config)))
