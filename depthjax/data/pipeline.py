@@ -1,6 +1,6 @@
 """Batches of token windows: shuffled for training, in order for validation."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 
@@ -15,27 +15,23 @@ def global_batches(
     *,
     batch: int,
     seed: int,
-    process_index: int = 0,
-    process_count: int = 1,
+    rows: Sequence[int] | None = None,
     prefetch: int = 8,
 ):
-    """Return the endless training batches as a grain IterDataset of int32[batch/P, context].
+    """Return the endless training batches as a grain IterDataset of int32[rows, context].
 
-    Batch k of process p holds rows p*batch/P to (p+1)*batch/P of global batch k, where P is
-    `process_count`; the global batches, their row order included, depend only on the windows,
-    `batch` and `seed`. Each epoch visits the windows once in an order of its own, less the up to
-    batch-1 windows that do not fill a last batch. An iterator's state is `{"next_index": k}`, valid
-    for any number of processes. `prefetch` batches are read ahead in threads.
+    `rows` are those of a global batch that are wanted here (None: all); the others are not read.
+    The global batches, their row order included, depend only on the windows, `batch` and `seed`.
+    Each epoch visits the windows once in an order of its own, less the up to batch-1 windows that
+    do not fill a last batch. An iterator's state is `{"next_index": k}`, valid for any `rows`.
+    `prefetch` batches are read ahead in threads.
 
-    Raises InputError if `batch` exceeds the windows or is no multiple of `process_count`.
+    Raises InputError if `batch` is not positive or exceeds the windows.
     """
     import grain
 
-    if batch < 1 or batch % process_count:
-        raise InputError(
-            f"train.batch = {batch} sequences must be a positive multiple of the "
-            f"{process_count} processes"
-        )
+    if batch < 1:
+        raise InputError(f"train.batch = {batch} sequences must be at least 1")
     if batch > len(windows):
         raise InputError(
             f"train.batch = {batch} sequences exceeds the {len(windows)} windows of model.context "
@@ -43,10 +39,10 @@ def global_batches(
         )
     epoch = grain.MapDataset.range(len(windows)).seed(seed).shuffle()
     order = epoch[: len(windows) // batch * batch].repeat(None)
-    # Parts p, p+P, p+2P, ... of the order, each batch/P long, are the rows of process p.
-    rows = order.batch(batch // process_count)[process_index::process_count]
+    wanted = np.arange(batch) if rows is None else np.asarray(rows)
     options = grain.ReadOptions(num_threads=READ_THREADS, prefetch_buffer_size=prefetch)
-    return rows.map(windows.gather).to_iter_dataset(options)
+    read = order.batch(batch).map(lambda indices: windows.gather(indices[wanted]))
+    return read.to_iter_dataset(options)
 
 
 def heldout_windows(

@@ -14,6 +14,7 @@ import numpy as np
 from orbax.checkpoint import v1 as ocp
 
 from depthjax.errors import InputError
+from depthjax.parallel import processes
 from depthjax.train.step import TrainState
 
 
@@ -47,7 +48,7 @@ class Checkpoints:
             return
         overwrite = step in self._bad
         self._bad.discard(step)
-        meta = {**meta, "fingerprint": jax.device_get(fingerprint(state)).tolist()}
+        meta = {**meta, "fingerprint": processes.fetch(fingerprint(state)).tolist()}
         self._checkpointer.save_checkpointables_async(
             step, {"state": state}, custom_metadata=meta, overwrite=overwrite
         )
@@ -63,7 +64,8 @@ class Checkpoints:
 
         Damaged and half-written checkpoints are named and passed over, but never deleted: with
         nothing readable left this raises InputError. `accept` sees each meta before its state is
-        loaded, and may turn it down or raise.
+        loaded, and may turn it down or raise. What one of several processes cannot read, all pass
+        over.
         """
         for name in self._unfinished:
             self._say(f"checkpoint {name} was never finished: falling back to the one before it")
@@ -75,11 +77,12 @@ class Checkpoints:
                 meta = self.meta(step)
                 if not isinstance(meta, dict):
                     raise ValueError("its metadata is missing")
-                accepted, expected = accept(meta), meta["fingerprint"]
+                accepted, expected, trouble = accept(meta), meta["fingerprint"], None
             except InputError:
                 raise
             except Exception as error:
-                self._pass_over(step, error)
+                trouble = error
+            if self._passed_over(step, trouble):
                 continue
             if accepted and (state := self._load(step, abstract, expected)) is not None:
                 return state, meta
@@ -93,19 +96,26 @@ class Checkpoints:
     def _load(self, step: int, abstract: TrainState, expected: list[int]) -> TrainState | None:
         """The state of a checkpoint; None, and a word about it, where it cannot be read."""
         _ignore_abandoned_reads()
+        trouble = None
         try:
             state = self._checkpointer.load_checkpointables(step, {"state": abstract})["state"]
-            if jax.device_get(fingerprint(state)).tolist() != expected:
-                raise ValueError("its numbers are not those that were saved")
-            return state
         except Exception as error:  # Orbax and tensorstore raise many kinds for a damaged file
-            self._pass_over(step, error)
+            trouble = error
+        if self._passed_over(step, trouble):
             return None
+        if processes.fetch(fingerprint(state)).tolist() != expected:
+            trouble = ValueError("its numbers are not those that were saved")
+        return None if self._passed_over(step, trouble) else state
 
-    def _pass_over(self, step: int, error: Exception) -> None:
+    def _passed_over(self, step: int, trouble: Exception | None) -> bool:
+        """Whether there is trouble with a checkpoint on any process, which is then said."""
+        if not processes.any_of(trouble is not None):
+            return False
         self._bad.add(step)
+        error = trouble or ValueError("another process cannot")
         reason = str(error).strip().splitlines()[0][:200] if str(error).strip() else repr(error)
         self._say(f"checkpoint {step} cannot be read ({reason}): falling back to the one before it")
+        return True
 
     def close(self) -> None:
         """Waits until all that was saved is on disk."""
@@ -153,5 +163,5 @@ def parameters_sha256(params: Any) -> str:
     leaves = jax.tree_util.tree_leaves_with_path(params)
     named = {"/".join(str(getattr(k, "key", k)) for k in path): leaf for path, leaf in leaves}
     for name in sorted(named):
-        digest.update(np.ascontiguousarray(jax.device_get(named[name])).tobytes())
+        digest.update(np.ascontiguousarray(processes.fetch(named[name])).tobytes())
     return digest.hexdigest()

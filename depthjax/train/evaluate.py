@@ -12,9 +12,12 @@ from depthjax.config import Config
 from depthjax.data import heldout_documents, heldout_windows
 from depthjax.data.shards import TokenShards, TokenSplit
 from depthjax.interop import is_model_folder
+from depthjax.parallel import make_mesh
+from depthjax.parallel.processes import rows_here
+from depthjax.plan import with_mesh
 from depthjax.train.inputs import open_data
 from depthjax.train.source import newest_state, parameters_of_folder
-from depthjax.train.step import Program, data_mesh
+from depthjax.train.step import Program
 from depthjax.train.stop import StopSignal
 
 
@@ -87,9 +90,9 @@ def evaluate_run(config: Config, say: Callable[[str], None]) -> dict[str, Any]:
 
     Raises InputError where there is neither or the data do not fit.
     """
-    config.check_devices(jax.device_count())
+    mesh = make_mesh(with_mesh(config, jax.devices()))
     shards, vocab = open_data(config)
-    program = Program(config, vocab, data_mesh())
+    program = Program(config, vocab, mesh)
     if is_model_folder(config.run.dir):
         params, counts = parameters_of_folder(config, program, vocab, config.run.dir), {}
     else:
@@ -126,15 +129,9 @@ def _predictions(
         if stop is not None:
             jax.block_until_ready(total)
             stop.check()
-        mine = _mine(len(lengths))
+        mine = rows_here(program.by_row, len(lengths))
         ids, sizes = program.put(input_ids[mine]), program.put(lengths[mine].astype(np.int32))
         total.append(program.heldout(params, ids, sizes))
         predictions += int(np.maximum(lengths - 1, 0).sum())
         rows += int((lengths > 0).sum())
     return float(np.sum(jax.device_get(total), dtype=np.float64)), predictions, rows
-
-
-def _mine(rows: int) -> slice:
-    """The rows of a global batch that this process feeds."""
-    share = rows // jax.process_count()
-    return slice(jax.process_index() * share, (jax.process_index() + 1) * share)

@@ -1,6 +1,6 @@
 """The text of a run: its shards, and its global batches."""
 
-import jax
+import numpy as np
 
 from depthjax.config import Config
 from depthjax.data import default_corpus, global_batches, load_tokenizer, open_shards
@@ -27,14 +27,13 @@ def open_data(config: Config) -> tuple[TokenShards, int]:
     return shards, vocab
 
 
-def training_batches(config: Config, shards: TokenShards):
-    """The iterator of this process's rows int32 [B / P, T] of the global batches."""
+def training_batches(config: Config, shards: TokenShards, rows: np.ndarray):
+    """The iterator of the given rows int32 [len(rows), T] of the global batches [B, T]."""
     return iter(
         global_batches(
             shards.train.windows(config.model.context),
             batch=config.train.batch,
             seed=config.data.seed,
-            process_index=jax.process_index(),
-            process_count=jax.process_count(),
+            rows=rows,
         )
     )

@@ -13,16 +13,17 @@ from rich.console import Console
 
 from depthjax.config import Config, to_dict
 from depthjax.errors import InputError
-from depthjax.plan import peak_flops, training_flops_per_token
+from depthjax.parallel import make_mesh, mesh_text, processes
+from depthjax.plan import peak_flops, training_flops_per_token, with_mesh
 from depthjax.train.checkpoint import Checkpoints, parameters_sha256
 from depthjax.train.evaluate import heldout_loss, heldout_losses
 from depthjax.train.inputs import open_data, training_batches
-from depthjax.train.metrics import Metrics, read_jsonl, tensorboard_writer
+from depthjax.train.metrics import Metrics, NoMetrics, read_jsonl, tensorboard_writer
 from depthjax.train.progress import ProgressLine
 from depthjax.train.report import write_summary
 from depthjax.train.run_dir import RunDirectory, check_unchanged, git_commit
 from depthjax.train.source import parameters_of_folder
-from depthjax.train.step import Program, TrainState, data_mesh
+from depthjax.train.step import Program, TrainState
 from depthjax.train.stop import Stopped, StopSignal
 
 
@@ -35,49 +36,56 @@ def train(config: Config, console: Console | None = None) -> tuple[dict[str, Any
 
     Returns (summary, 0) once `train.steps` are done; (None, status) when it was asked to stop
     before: status 0 for SIGTERM, 130 for Ctrl-C, the work saved. Raises InputError for bad input,
-    before anything is compiled, and TrainingDiverged when the guard gives up. One process only.
+    before anything is compiled, and TrainingDiverged when the guard gives up. Of several processes
+    each calls this; the first one speaks and writes, and has the complete summary.
     """
-    if jax.process_count() > 1:
-        raise InputError(f"{jax.process_count()} processes: training runs in one so far")
+    if not processes.is_first():
+        console = Console(quiet=True)
     console = console or Console()
     say = functools.partial(console.print, soft_wrap=True, markup=False, highlight=False)
-    config.check().check_devices(jax.device_count())
-    with StopSignal(say) as stop, RunDirectory(config.run.dir) as directory:
-        shards, vocab = open_data(config)
-        run = _Run(config, directory, shards, vocab, console, say)
-        try:
-            summary = run.loop(stop)
-            return summary, 0 if summary else stop.exit_status
-        finally:
-            run.close()
+    mesh = make_mesh(with_mesh(config.check(), jax.devices()))
+    with StopSignal(say) as stop, contextlib.ExitStack() as opened:
+        with processes.together():
+            directory = opened.enter_context(RunDirectory(config.run.dir))
+            shards, vocab = open_data(config)
+        run = opened.enter_context(_Run(config, mesh, directory, shards, vocab, console, say))
+        summary = run.loop(stop)
+        return summary, 0 if summary else stop.exit_status
 
 
 class _Run:
     """The moving parts of one training run in one process."""
 
-    def __init__(self, config, directory: RunDirectory, shards, vocab: int, console, say):
+    def __init__(self, config, mesh, directory: RunDirectory, shards, vocab: int, console, say):
         self.config, self.directory, self.console, self.say = config, directory, console, say
         self.shards, self.vocab = shards, vocab
         self.title = f"{config.residual.name}, {config.model.shape}, {shards.tokenizer}"
         if config.run.tensorboard:
             tensorboard_writer()  # before anything is compiled
-        self.program = Program(config, vocab, data_mesh())
-        self.batches = training_batches(config, shards)
+        self.program = Program(config, vocab, mesh)
+        rows = processes.rows_here(self.program.by_row, config.train.batch)
+        self.batches = training_batches(config, shards, rows)
         self.checkpoints = Checkpoints(directory.path / "checkpoints", config.run.keep, say)
         self.seconds_before, self.rollbacks, self.resumed_from = 0.0, 0, []
         self.state, self.step = self._start()
         self.began = time.monotonic()
-        self.metrics = Metrics(directory.path, self.step, config.run.tensorboard)
+        self.metrics = self._open_metrics()
         self.parameters = sum(x.size for x in jax.tree.leaves(self.state.params))
         say(
             f"{self.title}: {self.parameters:,} parameters, {config.train.steps:,} steps of "
             f"{config.train.batch * config.model.context:,} tokens on {jax.device_count()} x "
-            f"{jax.devices()[0].device_kind}"
+            f"{jax.devices()[0].device_kind}, mesh {mesh_text(mesh.shape)}"
+            + (f", in {jax.process_count()} processes" if processes.several() else "")
         )
         say(
             f"text: {shards.train.tokens:,} training and {shards.heldout.tokens:,} held-out tokens "
             f"in {shards.directory}"
         )
+
+    def _open_metrics(self) -> Metrics | NoMetrics:
+        if not processes.is_first():
+            return NoMetrics()
+        return Metrics(self.directory.path, self.step, self.config.run.tensorboard)
 
     def _start(self) -> tuple[TrainState, int]:
         """The state to begin with, restored where the run has a checkpoint."""
@@ -147,12 +155,12 @@ class _Run:
         with ProgressLine(self.console, steps, self.step) as self.progress:
             if self._evaluation_due() and not self._evaluated():  # stopped before it was done
                 self._evaluate(stop)
-            interval = _Interval(self)
+            interval = _Interval(self, stop)
             while self.step < steps and not stop.requested:
                 self._take_step(interval, stop)
                 if interval.skipped_in_row >= self.config.train.guard_patience:
                     self._roll_back()
-                    interval = _Interval(self)
+                    interval = _Interval(self, stop)
             # Not in the middle of skipped updates: what follows them is decided from their start.
             if self.step >= steps or interval.skipped_in_row == 0:
                 self.save()
@@ -173,7 +181,7 @@ class _Run:
         self.step += 1
         # The device works on this step while the metrics of the one before are looked at.
         interval.settle()
-        interval.pending = (self.step, metrics)
+        interval.pending = (self.step, metrics, stop.vote())
         evaluate, save = self._evaluation_due(), self.step % self.config.run.save_every == 0
         if evaluate or save or stop.requested or self.step == self.config.train.steps:
             interval.settle()
@@ -189,9 +197,12 @@ class _Run:
         every, steps = self.config.run.eval_every, self.config.train.steps
         return every > 0 and 0 < self.step < steps and self.step % every == 0
 
+    def _records(self) -> list[dict[str, Any]]:
+        return read_jsonl(self.directory.path / "metrics.jsonl")
+
     def _evaluated(self) -> bool:
-        records = read_jsonl(self.metrics.path)
-        return any(r["step"] == self.step and "heldout_loss" in r for r in records)
+        found = any(r["step"] == self.step and "heldout_loss" in r for r in self._records())
+        return processes.of_first(found)  # which wrote them; the others may see an older file
 
     def _evaluate(self, stop: StopSignal) -> None:
         try:
@@ -224,7 +235,7 @@ class _Run:
         self.say(f"{trouble}: returning to the checkpoint of step {self.step}")
         self.directory.note("rollback", step=diverged_at, to=self.step)
         self.metrics.close()
-        self.metrics = Metrics(self.directory.path, self.step, self.config.run.tensorboard)
+        self.metrics = self._open_metrics()
 
     def _summarize(self, stop: StopSignal, seconds: float) -> dict[str, Any]:
         """The final losses and counts, also written to summary.json, loss.png and the console."""
@@ -236,7 +247,7 @@ class _Run:
         )
         if not self._evaluated():
             self.metrics.write(self.step, {"heldout_loss": losses.heldout_loss})
-        trained = [r["loss"] for r in read_jsonl(self.metrics.path) if "loss" in r]
+        trained = [r["loss"] for r in self._records() if "loss" in r]
         summary = {
             "title": self.title,
             "steps": self.step,
@@ -250,22 +261,28 @@ class _Run:
             "rollbacks": self.rollbacks,
             "parameters_sha256": parameters_sha256(state.params),
         }
-        write_summary(self.directory.path, summary, self.console)
+        if processes.is_first():
+            write_summary(self.directory.path, summary, self.console)
         self.directory.note("finish", step=self.step)
         return summary
 
-    def close(self) -> None:
+    def __enter__(self) -> "_Run":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *exception: object) -> None:
         """Waits for the checkpoint that is being written, and closes the files."""
-        self.checkpoints.close()
+        # All processes write it: where one is gone, this would never end.
+        if kind in (None, TrainingDiverged) or not processes.several():
+            self.checkpoints.close()
         self.metrics.close()
 
 
 class _Interval:
     """What is collected between two log lines."""
 
-    def __init__(self, run: _Run):
-        self.run = run
-        self.pending: tuple[int, dict[str, jax.Array]] | None = None
+    def __init__(self, run: _Run, stop: StopSignal):
+        self.run, self.stop = run, stop
+        self.pending: tuple[int, dict[str, jax.Array], jax.Array | int] | None = None
         self.skipped_in_row = 0
         config = run.config
         self._flops = training_flops_per_token(
@@ -297,8 +314,9 @@ class _Interval:
         """Waits for the pending step, and logs if it is time."""
         if self.pending is None:
             return
-        (step, metrics), self.pending = self.pending, None
+        (step, metrics, vote), self.pending = self.pending, None
         values = jax.device_get(metrics)
+        self.stop.heed(vote)
         self.skipped_in_row = int(values["skipped_in_row"])
         self._losses.append(float(values["loss"]))
         if step % self.run.config.run.log_every == 0 or step == self.run.config.train.steps:

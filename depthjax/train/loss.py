@@ -5,8 +5,18 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
 
-from depthjax.kernels.over_mesh import batch_axes, over_batch, platform
+from depthjax.kernels.layout import gather_tokens
+from depthjax.kernels.over_mesh import (
+    FSDP,
+    SEQUENCE,
+    TENSOR,
+    batch_axes,
+    dividing,
+    over_batch,
+    platform,
+)
 from depthjax.kernels.rms_norm import at_least_float32
 from depthjax.models import Transformer
 
@@ -26,12 +36,15 @@ def mean_loss(model: Transformer, input_ids: jax.Array, **options: Any) -> tuple
     return _weighted_loss(model, input_ids, jnp.full(batch, length), share, **options)
 
 
-def summed_loss(model: Transformer, input_ids: jax.Array, lengths: jax.Array) -> jax.Array:
-    """fp32 []: the losses of all predictions within each row's first `lengths` [B] tokens, summed.
+def summed_loss(
+    model: Transformer, input_ids: jax.Array, lengths: jax.Array, **options: Any
+) -> jax.Array:
+    """fp32 []: the losses of all predictions within each row's first `lengths` [B] tokens, summed;
+    options as in `Transformer.features`.
 
     A row of n tokens has n - 1 predictions; a row of length 0 none.
     """
-    return _weighted_loss(model, input_ids, lengths, 1.0)[0]
+    return _weighted_loss(model, input_ids, lengths, 1.0, **options)[0]
 
 
 def _weighted_loss(model, input_ids, lengths, weight, **options):
@@ -40,7 +53,7 @@ def _weighted_loss(model, input_ids, lengths, weight, **options):
     wide = at_least_float32(features).dtype
     weights = jnp.where(predicted, jnp.asarray(weight, wide), 0)
     targets = jnp.roll(input_ids, -1, axis=1)
-    return cross_entropy(features, model.head[...], targets, weights), seen
+    return cross_entropy(gather_tokens(features), model.head[...], targets, weights), seen
 
 
 def cross_entropy(
@@ -59,9 +72,9 @@ def cross_entropy(
     The sequence is cut into `chunks` (None: `chunk_count`), and only one chunk's logits
     [B, T / chunks, V] exist at a time. Differentiated, the forward pass takes the gradient of each
     chunk while it has the logits, so that no logit is computed twice; the backward pass only
-    scales it. Under a mesh (`jax.set_mesh`) each device takes its own rows, and the head's gradient
-    is summed over devices once. A head divided over its ids stays so. Raises ValueError for fewer
-    than one chunk.
+    scales it. Under a mesh (`jax.set_mesh`) each device takes its own rows and tokens, and the
+    head's gradient is summed over devices once, and divided over `fsdp`. A head divided over its
+    ids stays so. Raises ValueError for fewer than one chunk.
     """
     batch, length = targets.shape
     if chunks is None:
@@ -77,6 +90,10 @@ def chunk_count(batch: int, length: int, vocab: int) -> int:
     mesh = jax.sharding.get_abstract_mesh()
     for axis in batch_axes(batch):
         batch //= mesh.shape[axis]
+    for axis in dividing(length, (SEQUENCE,)):
+        length //= mesh.shape[axis]
+    for axis in dividing(vocab, (TENSOR,)):
+        vocab //= mesh.shape[axis]
     most = CHUNK_LOGITS_CPU if platform() == "cpu" else CHUNK_LOGITS
     least = min(length, -(-batch * length * vocab // most))
     return next((n for n in range(least, 2 * least) if length % n == 0), least)
@@ -103,15 +120,22 @@ _cross_entropy.defvjp(_forward, _backward)
 
 def _chunked(chunks, differentiate, features, head, targets, weights):
     """(loss,), or (loss, its gradients by features and head, the loss of each token [B, T])."""
-    results = (None, 0, None, 0) if differentiate else (None,)
-    local = functools.partial(_local, chunks, differentiate)
-    arguments = (0, None, 0, 0)
-    return over_batch(local, len(targets), arguments, results)(features, head, targets, weights)
+    scattered = bool(set(batch_axes(len(targets))) & set(dividing(len(head), (FSDP,))))
+    of_head = P(FSDP) if scattered else None
+    results = (None, 0, of_head, 0) if differentiate else (None,)
+    local = functools.partial(_local, chunks, differentiate, scattered)
+    run = over_batch(local, len(targets), (0, None, 0, 0), results, length=targets.shape[1])
+    loss, *gradients = run(features, head.astype(features.dtype), targets, weights)
+    if gradients:
+        gradients[1] = gradients[1].astype(head.dtype)
+    return loss, *gradients
 
 
-def _local(chunks, differentiate, axes, features, head, targets, weights):
-    """`_chunked` on the rows of one device; `axes` hold the others."""
-    length, matrix = targets.shape[1], head.astype(features.dtype)
+def _local(chunks, differentiate, scattered, axes, features, head, targets, weights):
+    """`_chunked` on the tokens of one device; `axes` hold the others. scattered: of the head's
+    gradient each device along `fsdp` gets its part."""
+    length = targets.shape[1]
+    chunks = min(chunks, length)
     wide = jnp.promote_types(features.dtype, jnp.float32)
     size = -(-length // chunks)
 
@@ -128,7 +152,7 @@ def _local(chunks, differentiate, axes, features, head, targets, weights):
     def step(carry, chunk):
         loss, of_head = carry
         x, target, weight = chunk
-        logits = (x @ matrix).astype(wide)
+        logits = (x @ head).astype(wide)
         # Compared, not gathered: this way a head that is divided over its ids stays divided.
         hit = target[..., None] == jnp.arange(logits.shape[-1])
         lse = jax.nn.logsumexp(logits, axis=-1)
@@ -139,7 +163,7 @@ def _local(chunks, differentiate, axes, features, head, targets, weights):
         by_logits = (jnp.exp(logits - lse[..., None]) - hit) * weight[..., None]
         by_logits = by_logits.astype(x.dtype)
         of_head += jnp.einsum("btd,btv->dv", x, by_logits, preferred_element_type=wide)
-        return (loss, of_head), (jnp.einsum("btv,dv->btd", by_logits, matrix), losses)
+        return (loss, of_head), (jnp.einsum("btv,dv->btd", by_logits, head), losses)
 
     start = jnp.zeros((), wide), jnp.zeros(head.shape if differentiate else (), wide)
     (loss, of_head), kept = jax.lax.scan(
@@ -148,4 +172,7 @@ def _local(chunks, differentiate, axes, features, head, targets, weights):
     loss = jax.lax.psum(loss, axes)
     if not differentiate:
         return (loss,)
-    return loss, join(kept[0]), jax.lax.psum(of_head, axes).astype(head.dtype), join(kept[1])
+    if scattered:
+        of_head = jax.lax.psum_scatter(of_head, FSDP, tiled=True)
+        axes = tuple(axis for axis in axes if axis != FSDP)
+    return loss, join(kept[0]), jax.lax.psum(of_head, axes), join(kept[1])

@@ -11,9 +11,12 @@ import subprocess
 import time
 from typing import Any
 
+import jax
+
 from depthjax.config import OWN_VARIANT, Config, flatten, from_json, to_dict, variant_source
 from depthjax.data.files import write_atomically
 from depthjax.errors import InputError
+from depthjax.parallel import processes
 
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy", "tokenizers")
 
@@ -26,16 +29,21 @@ _FREE = ("model.remat", "model.remat_group", "model.dtype", "model.init_std", "m
 class RunDirectory:
     """A run's directory, created if need be and locked against a second writer until closed.
 
-    Raises InputError where it cannot be written to or another process is training in it.
+    Of several processes the first is the writer; in the others nothing is written. Raises
+    InputError where it cannot be written to or another job is training in it.
     """
 
     def __init__(self, path: str):
-        self.path = pathlib.Path(path)
+        self.path, self._lock = pathlib.Path(path), None
         if set("[]\\") & set(str(self.path.absolute())):
             raise InputError(
                 f"run.dir is {str(self.path.absolute())!r}: checkpoints cannot be written to a "
                 "path with '[', ']' or a backslash in it, give another directory"
             )
+        if processes.is_first():
+            self._take(path)
+
+    def _take(self, path: str) -> None:
         try:
             (self.path / "checkpoints").mkdir(parents=True, exist_ok=True)
             if not os.access(self.path / "checkpoints", os.W_OK):
@@ -63,11 +71,14 @@ class RunDirectory:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self._lock.close()
+        if self._lock is not None:
+            self._lock.close()
 
     def write_origin(self, config: Config) -> None:
-        """Saves the resolved config, and beside it versions and commit, and the source of a
-        residual connection that is defined outside of depthjax."""
+        """Saves the resolved config, and beside it versions, commit, processes and devices, and the
+        source of a residual connection that is defined outside of depthjax."""
+        if not processes.is_first():
+            return
         self._write("config.json", to_dict(config))
         source = variant_source(config.model.residual)
         if source is not None:
@@ -76,6 +87,10 @@ class RunDirectory:
             "packages": {name: importlib.metadata.version(name) for name in PACKAGES},
             "python": platform.python_version(),
             "git_commit": git_commit(),
+            "image": os.environ.get("DEPTHJAX_IMAGE"),
+            "processes": jax.process_count(),
+            "devices": jax.device_count(),
+            "device_kind": jax.devices()[0].device_kind,
         }
         self._write("environment.json", environment)
 
@@ -84,6 +99,8 @@ class RunDirectory:
 
     def note(self, event: str, **details: Any) -> None:
         """Appends to events.jsonl: starts, resumes, rollbacks, stops."""
+        if not processes.is_first():
+            return
         record = {"event": event, "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), **details}
         with (self.path / "events.jsonl").open("a") as file:
             file.write(json.dumps(record) + "\n")
@@ -100,7 +117,8 @@ def saved_config(path: str) -> Config:
 
 
 def git_commit() -> str | None:
-    """The commit of the source tree that depthjax runs from, '+changes' where it is not clean."""
+    """The commit of the source tree that depthjax runs from, '+changes' where it is not clean; in
+    an image without git, what its launcher says in DEPTHJAX_COMMIT."""
 
     def git(*arguments: str) -> str:
         folder = os.path.dirname(os.path.abspath(__file__))
@@ -112,7 +130,7 @@ def git_commit() -> str | None:
             "+changes" if git("status", "--porcelain", "-uno") else ""
         )
     except (OSError, subprocess.CalledProcessError):
-        return None
+        return os.environ.get("DEPTHJAX_COMMIT")
 
 
 def check_unchanged(saved: dict[str, Any], config: Config) -> list[str]:

@@ -1,6 +1,7 @@
 """Where parameters come from that were trained before: a run's newest checkpoint, or a model
 folder."""
 
+import dataclasses
 import pathlib
 from collections.abc import Callable
 from typing import Any
@@ -8,7 +9,7 @@ from typing import Any
 import jax
 from flax import nnx
 
-from depthjax.config import Config
+from depthjax.config import Config, MeshConfig
 from depthjax.data import load_tokenizer
 from depthjax.errors import InputError
 from depthjax.interop import (
@@ -20,9 +21,10 @@ from depthjax.interop import (
     with_vocab,
 )
 from depthjax.models import Transformer
+from depthjax.parallel import make_mesh
 from depthjax.train.checkpoint import Checkpoints
 from depthjax.train.run_dir import check_unchanged, saved_config
-from depthjax.train.step import Program, TrainState, data_mesh
+from depthjax.train.step import Program, TrainState
 
 
 def newest_state(config: Config, program: Program, say: Callable[[str], None]) -> TrainState:
@@ -42,9 +44,18 @@ def trained_model(path: str, say: Callable[[str], None]) -> tuple[Config, Transf
     if is_model_folder(path):
         config, _ = read_folder(path)
         return config, folder_model(config, path)
-    config = saved_config(path).check()
+    return configured_model(saved_config(path).check(), say)
+
+
+def configured_model(config: Config, say: Callable[[str], None]) -> tuple[Config, Transformer]:
+    """The same of what is in `config.run.dir`, with other activations and the like if the config
+    says so."""
     vocab = config.model.vocab or load_tokenizer(config.data.tokenizer).vocab_size
-    program = Program(config, vocab, data_mesh())
+    if is_model_folder(config.run.dir):
+        config = with_vocab(config, vocab)
+        return config, folder_model(config, config.run.dir)
+    alone = dataclasses.replace(config, mesh=MeshConfig())
+    program = Program(config, vocab, make_mesh(alone, jax.devices()[:1]))
     model = program.model(newest_state(config, program, say).params)
     return with_vocab(config, vocab), model
 
@@ -76,7 +87,7 @@ def folder_model(config: Config, path: str, name: str = "run.dir") -> Transforme
 def parameters_of_folder(
     config: Config, program: Program, vocab: int, path: str, name: str = "run.dir"
 ) -> Any:
-    """The parameters of `folder_model` as a nested dict, on all devices of the program."""
+    """The parameters of `folder_model` as a nested dict, as the program has them on its devices."""
     model = folder_model(with_vocab(config, vocab), path, name)
     params = nnx.to_pure_dict(nnx.state(model, nnx.Param))
-    return jax.device_put(params, program.replicated)
+    return jax.device_put(params, program.shardings.params)

@@ -8,11 +8,12 @@ import jax
 import jax.numpy as jnp
 import optax
 from flax import nnx
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from depthjax.config import Config, build_model
 from depthjax.models import Transformer
+from depthjax.parallel import like_parameters, over_stages, parameter_shardings, row_sharding
 from depthjax.train.loss import mean_loss, summed_loss
 from depthjax.train.optimizer import adamw, clip, learning_rate
 
@@ -30,18 +31,13 @@ class TrainState(NamedTuple):
     """int32: updates skipped since the last one that was applied."""
 
 
-def data_mesh() -> jax.sharding.Mesh:
-    """All devices along one axis, `data`."""
-    return jax.make_mesh((jax.device_count(),), ("data",), axis_types=(AxisType.Auto,))
-
-
 class Program:
     """The functions of one config on one mesh, compiled at first use.
 
     `init() -> TrainState`, `start(params) -> TrainState` from parameters of elsewhere,
     `step(state, batch) -> (state, metrics)` which donates the state, and
-    `heldout(params, input_ids [B, T], lengths [B]) -> fp32 summed loss`. Parameters and optimizer
-    are replicated, batches are divided over `data`.
+    `heldout(params, input_ids [B, T], lengths [B]) -> fp32 summed loss`. `shardings` says how the
+    state lies on the mesh, `by_row` how a batch does.
     """
 
     def __init__(self, config: Config, vocab: int, mesh: jax.sharding.Mesh):
@@ -49,21 +45,31 @@ class Program:
         self._build = functools.partial(build_model, config, vocab)
         self._graph, self._shapes = nnx.split(nnx.eval_shape(self._build), nnx.Param)
         self._optimizer = adamw(self._shapes, config)
+        self._over_depth = over_stages(config.mesh, mesh.shape.get("stage", 1))
         self.replicated = NamedSharding(mesh, P())
-        self.by_row = NamedSharding(mesh, P("data"))
-        self._by_micro_row = NamedSharding(mesh, P(None, "data"))
-        self.init = jax.jit(self._init, out_shardings=self.replicated)
-        self.start = jax.jit(self._start, out_shardings=self.replicated)
+        self.by_row, self._by_micro_row = row_sharding(mesh), row_sharding(mesh, lead=1)
+        self.shardings = self._state_shardings()
+        self.init = jax.jit(self._init, out_shardings=self.shardings)
+        self.start = jax.jit(self._start, out_shardings=self.shardings)
         step, heldout = self.on_mesh(self._step), self.on_mesh(self._heldout)
-        self.step = jax.jit(step, donate_argnums=0, out_shardings=self.replicated)
+        new = self.shardings, self.replicated
+        self.step = jax.jit(step, donate_argnums=0, out_shardings=new)
         self.heldout = jax.jit(heldout, out_shardings=self.replicated)
 
     def abstract_state(self) -> TrainState:
         """Shapes, dtypes and shardings of the state, without computing it."""
-        shapes = jax.eval_shape(self._init)
         return jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self.replicated), shapes
+            lambda x, where: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where),
+            jax.eval_shape(self._init),
+            self.shardings,
         )
+
+    def _state_shardings(self) -> TrainState:
+        """The optimizer's moments lie as their parameters do, and the counters are whole."""
+        params = parameter_shardings(self._shapes, self.mesh)
+        opt = jax.eval_shape(self._init).opt
+        counters = [self.replicated] * (len(TrainState._fields) - 2)
+        return TrainState(params, like_parameters(params, opt, self.mesh), *counters)
 
     def lower(self) -> jax.stages.Lowered:
         """`step` for the batches of the config, traced but not compiled: on any mesh, also one of
@@ -103,7 +109,8 @@ class Program:
         """Mean loss over all B (T - 1) predictions, and the RMS of the residual state by depth."""
         model = self.model(params)
         observer = None if meters is None else _mean_square
-        loss, seen = mean_loss(model, input_ids, meters=meters, observer=observer)
+        options = {"meters": meters, "observer": observer, "over_depth": self._over_depth}
+        loss, seen = mean_loss(model, input_ids, **options)
         if seen is None:
             return loss, None
         sublayers, last = seen
@@ -134,6 +141,7 @@ class Program:
         """One update from input_ids int32 [B, T], skipped if its gradient cannot be trusted."""
         train = self.config.train
         (loss, squares), (gradient, readings) = self._gradients(state.params, batch)
+        gradient = jax.lax.with_sharding_constraint(gradient, self.shardings.params)
         gradient, norm = clip(gradient, train.clip_norm)
         rate = learning_rate(state.step + 1, train, self.config.peak_lr, self.config.warmup_steps)
         trusted = jnp.isfinite(loss) & (norm <= train.guard_norm)  # a NaN norm is not <= either
@@ -154,7 +162,7 @@ class Program:
         return new_state, metrics
 
     def _heldout(self, params: Any, input_ids: jax.Array, lengths: jax.Array) -> jax.Array:
-        return summed_loss(self.model(params), input_ids, lengths)
+        return summed_loss(self.model(params), input_ids, lengths, over_depth=self._over_depth)
 
 
 def _mean_square(rule, params, carry, history, s) -> jax.Array:

@@ -6,9 +6,25 @@ import sys
 import threading
 from collections.abc import Callable
 
+import jax
+
+from depthjax.errors import InputError
+from depthjax.parallel import processes
+
+STOP_STATUS = "DEPTHJAX_STOP_STATUS"
+
 
 class Stopped(Exception):
     """Long work was left off because a stop was requested."""
+
+
+def _stop_status() -> int:
+    """What the environment wants of a process that stopped and saved; InputError where it is no
+    exit status."""
+    text = os.environ.get(STOP_STATUS) or "0"
+    if not text.isdecimal() or int(text) > 255:
+        raise InputError(f"{STOP_STATUS} is {text!r}: give an exit status, 0 to 255")
+    return int(text)
 
 
 class StopSignal:
@@ -19,33 +35,49 @@ class StopSignal:
     signal handlers only between bytecodes, and compilation is one very long one, so a thread
     listens on the wakeup descriptor. A second Ctrl-C interrupts as usual. Outside the main thread,
     where Python allows no signal handlers, nothing is changed and `requested` stays False.
+
+    Several processes stop at the same step, whichever of them was signalled: behind each step they
+    `vote` on the devices, and one step later `heed` the outcome. `requested` is what they heeded.
     """
 
     def __init__(self, say: Callable[[str], None]):
+        self._stop_status = _stop_status()
         self._say = say
-        self._signal: int | None = None
+        self._signal = self._heeded = 0
         self._ready = threading.Event()
 
     @property
     def requested(self) -> bool:
-        return self._signal is not None
+        return bool(self._heeded if processes.several() else self._signal)
+
+    def vote(self) -> jax.Array | int:
+        """The signal that any process has had so far, 0 for none: on its way, not waited for."""
+        return processes.largest(self._signal)
+
+    def heed(self, vote: jax.Array | int) -> None:
+        """Waits for a vote and, if it says so, requests the stop on all processes."""
+        self._heeded = int(vote) or self._heeded
 
     def check(self) -> None:
-        """Raises Stopped once a stop is requested."""
+        """Raises Stopped once a stop is requested; several processes agree on it, and wait."""
+        self.heed(self.vote())
         if self.requested:
             raise Stopped
 
     @property
     def exit_status(self) -> int:
-        """0 after SIGTERM (the scheduler asked, the work is safe), 130 after Ctrl-C."""
-        return 130 if self._signal == signal.SIGINT else 0
+        """130 after Ctrl-C. After SIGTERM, when the work is safe, 0, or what the environment says
+        in DEPTHJAX_STOP_STATUS: a scheduler that takes 0 for the end of training sets it."""
+        if (self._heeded or self._signal) == signal.SIGINT:
+            return 130
+        return self._stop_status
 
     def ready(self) -> None:
         """From now on the loop looks at `requested` itself."""
         self._ready.set()
 
     def _note(self, number: int, frame: object) -> None:
-        if self._signal is not None and number == signal.SIGINT:
+        if self._signal and number == signal.SIGINT:
             raise KeyboardInterrupt
         self._signal = number
 

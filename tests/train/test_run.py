@@ -15,8 +15,6 @@ import depthjax.train.loop as loop
 from depthjax.train import TrainingDiverged, train
 from depthjax.train.metrics import json_numbers, read_jsonl
 
-pytestmark = pytest.mark.jax_version
-
 STEPS = 120
 
 
@@ -75,6 +73,7 @@ def wait_for_save(process, run_dir):
     raise AssertionError("no checkpoint was written")
 
 
+@pytest.mark.jax_version
 def test_what_a_run_leaves(uninterrupted):
     run_dir, output = uninterrupted
     summary = summary_of(run_dir)
@@ -108,6 +107,7 @@ def test_what_a_run_leaves(uninterrupted):
     assert (run_dir / "loss.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.jax_version
 def test_killed_at_any_moment_continues_bit_for_bit(uninterrupted, command, tmp_path):
     """Three kills at random steps and two in the middle of a save."""
     run_dir, seed = tmp_path / "run", random.randrange(1 << 30)
@@ -130,6 +130,7 @@ def test_killed_at_any_moment_continues_bit_for_bit(uninterrupted, command, tmp_
     assert summary["resumed_from"], f"seed {seed}"
 
 
+@pytest.mark.jax_version
 def test_sigterm_saves_and_exits_0(uninterrupted, command, tmp_path):
     run_dir = tmp_path / "run"
     process = command(run_dir)
@@ -182,6 +183,7 @@ def test_a_finished_run_reports_again_and_trains_no_more(uninterrupted, command,
     assert {**before, "seconds": 0} == {**after, "seconds": 0}
 
 
+@pytest.mark.jax_version
 def test_half_written_newest_checkpoint(small_config):
     """The run continues from the one before, says so, and ends where it would have."""
     config = change(small_config, run={"keep": 3})
