@@ -17,22 +17,32 @@ usage: depthjax plan CONFIG [options] [--field value ...]
 Compiles the training step of CONFIG for a pod, and counts what it costs a device.
 
   --topology T    v4:2x2x4, v5e:4x4, v5p:4x4x4, v6e:16x16, tpu7x:2x2x1, h100:8, or cpu (the
-                  default); TPUs need the extra `plan`, GPUs the extra `plan-cuda`
-  --mesh data=N   how the devices are divided; training divides the batch alone so far
+                  default); 2xv5p:4x4x4 for two slices; TPUs need the extra `plan`, GPUs the
+                  extra `plan-cuda`
+  --mesh A=N,B=M  how the devices are divided: data, fsdp, tensor, sequence, stage; data takes what
+                  is left; --mesh auto chooses
   --compare A,B   these residual connections, in a table and a picture, against the first
-  --prefill T     the forward over one sequence of T tokens a device, in place of training
-  --decode T      one more token behind T tokens of one sequence a device, in place of training;
-                  --decode 16x2048: of 16 sequences a device, 2048 tokens each
+  --prefill T     the forward over one sequence of T tokens, in place of training; one each along
+                  data and fsdp
+  --chunk N       of a prefill, take N tokens at a time, into the cache of keys and values
+  --decode T      one more token behind T tokens of one sequence each along data and fsdp, in place
+                  of training; --decode 16x2048: of 16 sequences each, 2048 tokens long
   --effort O0     compile fast; good for ratios, not for absolute bytes
   --json FILE     write all figures
   --picture FILE  where the picture of a comparison goes (default plan.png)
 
+       depthjax plan --pipeline P,V,N [--picture FILE]
+
+  --pipeline P,V,N  without CONFIG: what P stages of V passes hand on of N blocks, by formula and in
+                  a compiled program; and the schedule of M microbatches, P,V,N,M (default 2 P)
+
 Every field of CONFIG can be overridden: `depthjax train --help` lists them.
 """
 _OPTIONS = (
-    *("--topology", "--mesh", "--compare", "--prefill", "--decode"),
+    *("--topology", "--compare", "--prefill", "--chunk", "--decode"),
     *("--effort", "--json", "--picture"),
 )
+NO_PICTURE = 'no picture: it needs matplotlib, pip install "depthjax[plots]"'
 
 
 def run(arguments: Sequence[str]) -> None:
@@ -40,37 +50,84 @@ def run(arguments: Sequence[str]) -> None:
     if "--help" in arguments or "-h" in arguments:
         print(USAGE, end="")
         return
+    if "--pipeline" in arguments:
+        _pipeline(arguments)
+        return
     if not arguments or arguments[0].startswith("-"):
         raise InputError(
             "depthjax plan needs a config file, such as configs/depthbench.py, before its options"
         )
-    from depthjax.aot.topology import mesh_axes, prepare_environment, target
+    from depthjax.aot.topology import prepare_environment, target
     from depthjax.overrides import take
 
     rest, options = take(arguments[1:], _OPTIONS)
-    inference = _inference(options["--prefill"], options["--decode"])
+    inference = _inference(options["--prefill"], options["--chunk"], options["--decode"])
     topology = options["--topology"]
     wanted = target("cpu" if topology is None else topology)
-    axes = mesh_axes(options["--mesh"], wanted.devices)
     for name in ("--json", "--picture"):
         _check_file(name, options[name])
     prepare_environment(wanted)
     configs = _configs(arguments[0], rest, options["--compare"])
-    if inference is None:
-        for config in configs:
-            config.check_devices(wanted.devices)
-    entries = _entries(configs, wanted, axes, options["--effort"], inference)
+    entries = _entries(configs, wanted, options["--effort"], inference)
     _show(entries, options)
 
 
-def _inference(prefill: str | None, decode: str | None) -> tuple[str, int, int] | None:
-    """(kind, tokens, sequences a device); None: training."""
+def _pipeline(arguments: Sequence[str]) -> None:
+    """Prints what the stages of a pipeline hand on, and its schedule."""
+    from depthjax.overrides import take
+
+    rest, options = take(arguments, ("--pipeline", "--picture"))
+    text = options["--pipeline"] or ""
+    if rest:
+        raise InputError(f"{rest[0]} is given beside pipeline, which takes no config: leave it out")
+    if not re.fullmatch(r"\d{1,4}(,\d{1,4}){2,3}", text):
+        raise InputError(
+            f"pipeline is {text!r}: give stages, passes and blocks, such as 4,2,8, and microbatches"
+            " if you like, such as 4,2,8,16"
+        )
+    stages, passes, blocks, *microbatches = map(int, text.split(","))
+    _check_file("--picture", options["--picture"])
+    if min(stages, passes, blocks, *microbatches) < 1:
+        raise InputError(f"pipeline is {text}: give positive numbers")
+    from rich.console import Console
+
+    from depthjax.aot.topology import prepare_environment, target
+
+    prepare_environment(target(f"cpu:{stages}"))  # before anything of JAX starts
+    from depthjax.parallel.schedule import Schedule
+
+    try:
+        schedule = Schedule(stages, passes, *microbatches or [2 * stages])
+    except ValueError as error:
+        raise InputError(f"pipeline is {text}: {error}") from error
+    from depthjax.aot.compile import working
+    from depthjax.aot.pipeline import draw_schedule, print_hand_offs, print_schedule
+
+    console = Console(markup=False)
+    with working(Console(file=sys.stderr, markup=False), f"compiling for {stages} stages"):
+        print_hand_offs(schedule, blocks, console)
+    print_schedule(schedule, console)
+    if options["--picture"]:
+        path = draw_schedule(schedule, pathlib.Path(options["--picture"]))
+        console.print(f"picture: {path}" if path else NO_PICTURE, soft_wrap=True, highlight=False)
+
+
+def _inference(
+    prefill: str | None, chunk: str | None, decode: str | None
+) -> tuple[str, int, int, int | None] | None:
+    """(kind, tokens, sequences a device, tokens at a time); None: training."""
     if prefill is not None and decode is not None:
         raise InputError("prefill and decode are both given: plan one of them at a time")
+    if chunk is not None and prefill is None:
+        raise InputError(f"chunk is {chunk!r}, but nothing is prefilled: give --prefill T as well")
     if prefill is not None:
         if not re.fullmatch("[0-9]+", prefill) or not 2 <= int(prefill) < 2**31:
             raise InputError(f"prefill is {prefill!r}: give a number of tokens, at least 2")
-        return "prefill", int(prefill), 1
+        if chunk is not None and not (
+            re.fullmatch("[0-9]+", chunk) and 1 <= int(chunk) <= int(prefill)
+        ):
+            raise InputError(f"chunk is {chunk!r}: give 1 to {prefill} tokens, as --prefill says")
+        return "prefill", int(prefill), 1, None if chunk is None else int(chunk)
     if decode is None:
         return None
     found = re.fullmatch("(?:([0-9]+)x)?([0-9]+)", decode)
@@ -80,7 +137,7 @@ def _inference(prefill: str | None, decode: str | None) -> tuple[str, int, int] 
             f"decode is {decode!r}: give the number of tokens in the cache, such as 2048, or "
             "16x2048 for 16 sequences a device"
         )
-    return "decode", tokens, rows
+    return "decode", tokens, rows, None
 
 
 def _check_file(name: str, path: str | None) -> None:
@@ -126,20 +183,24 @@ def _configs(path: str, rest: Sequence[str], compare: str | None) -> list[Any]:
     return configs
 
 
-def _entries(configs, wanted, axes, effort: str | None, inference) -> list[Any]:
+def _entries(configs, wanted, effort: str | None, inference) -> list[Any]:
     from rich.console import Console
 
     from depthjax.aot.compile import Inference, effort_options, working
     from depthjax.aot.entry import make_entry
-    from depthjax.aot.topology import mesh_of
+    from depthjax.aot.topology import devices_of
     from depthjax.data import load_tokenizer
+    from depthjax.parallel import make_mesh
+    from depthjax.plan import with_mesh
 
     options = effort_options(effort, wanted.platform)
-    mesh = mesh_of(wanted, axes)
+    devices = devices_of(wanted)
     progress = Console(file=sys.stderr, markup=False)
     program = None if inference is None else Inference(*inference)
+    tokens = program and program.advanced
+    meshes = [make_mesh(with_mesh(config, devices), devices, tokens) for config in configs]
     entries = []
-    for number, config in enumerate(configs, 1):
+    for number, (config, mesh) in enumerate(zip(configs, meshes, strict=True), 1):
         vocab = config.model.vocab or load_tokenizer(config.data.tokenizer).vocab_size
         count = f" ({number} of {len(configs)})" if len(configs) > 1 else ""
         text = f"compiling {config.residual.name}, {config.model.shape} for {wanted.name}{count}"
@@ -171,5 +232,4 @@ def _show(entries: Sequence[Any], options: dict[str, str | None]) -> None:
         console.print(f"figures: {options['--json']}", soft_wrap=True, highlight=False)
     if options["--picture"] or len(entries) > 1:
         path = draw(entries, pathlib.Path(options["--picture"] or "plan.png"))
-        missing = 'no picture: it needs matplotlib, pip install "depthjax[plots]"'
-        console.print(f"picture: {path}" if path else missing, soft_wrap=True, highlight=False)
+        console.print(f"picture: {path}" if path else NO_PICTURE, soft_wrap=True, highlight=False)

@@ -10,14 +10,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from depthjax.aot.topology import Target
 from depthjax.config import Config
 from depthjax.errors import InputError
-from depthjax.infer import Cache, decode_step, empty_cache, in_activation_dtype
+from depthjax.infer import Cache, decode_step, empty_cache, in_activation_dtype, prefill
+from depthjax.parallel import batch_ways, cache_sharding
 from depthjax.train.step import Program
 
 _EFFORTS = {
@@ -42,15 +42,23 @@ class Compiled:
 @dataclasses.dataclass(frozen=True)
 class Inference:
     """A program other than the training step. kind: "prefill" of sequences of so many tokens, or
-    "decode", one step with so many in the cache. rows: sequences on each device."""
+    "decode", one step with so many in the cache. rows: sequences on each device. chunk: tokens that
+    a prefill takes at a time, into a cache; None: all, and nothing is kept of them."""
 
     kind: str
     tokens: int
     rows: int = 1
+    chunk: int | None = None
+
+    @property
+    def advanced(self) -> int:
+        """Tokens of each sequence that it computes at a time."""
+        return self.chunk or self.tokens if self.kind == "prefill" else 1
 
     def __str__(self) -> str:
         if self.kind == "prefill":
-            return f"prefill of {self.tokens:,} tokens"
+            pieces = "" if self.chunk is None else f", {self.chunk:,} at a time"
+            return f"prefill of {self.tokens:,} tokens{pieces}"
         return f"decode step after {self.tokens:,} tokens"
 
 
@@ -69,8 +77,10 @@ def lower(
     """The program of an `Inference`; None: the training step."""
     if inference is None:
         return lower_training(config, vocab, mesh)
-    lower_one = {"prefill": lower_prefill, "decode": lower_decode}[inference.kind]
-    return lower_one(config, vocab, mesh, inference.tokens, inference.rows)
+    sizes = config, vocab, mesh, inference.tokens, inference.rows
+    if inference.kind == "decode":
+        return lower_decode(*sizes)
+    return lower_prefill(*sizes, inference.chunk)
 
 
 def lower_training(config: Config, vocab: int, mesh: jax.sharding.Mesh) -> jax.stages.Lowered:
@@ -79,25 +89,45 @@ def lower_training(config: Config, vocab: int, mesh: jax.sharding.Mesh) -> jax.s
 
 
 def lower_prefill(
-    config: Config, vocab: int, mesh: jax.sharding.Mesh, tokens: int, rows: int = 1
+    config: Config,
+    vocab: int,
+    mesh: jax.sharding.Mesh,
+    tokens: int,
+    rows: int = 1,
+    chunk: int | None = None,
 ) -> jax.stages.Lowered:
-    """The forward over `rows` sequences of `tokens` a device, to the logits behind the last one."""
+    """The forward over `rows` sequences of `tokens` for each device along the batch's axes, to the
+    logits behind the last one. chunk: so many tokens at a time, into the cache that comes back."""
     program = Program(config, vocab, mesh)
 
-    def prefill(params, input_ids):
+    def whole(params, input_ids):
         model = program.model(params)
         return model.logits(model.features(input_ids)[0][:, -1:])
 
-    ids = jax.ShapeDtypeStruct((rows * mesh.size, tokens), jnp.int32, sharding=program.by_row)
-    jitted = jax.jit(program.on_mesh(prefill), out_shardings=program.by_row)
+    def chunked(params, input_ids):
+        model = in_activation_dtype(program.model(params))
+        return prefill(model, input_ids, -(-tokens // chunk) * chunk, chunk=chunk)
+
+    batch = rows * batch_ways(mesh)
+    ids = jax.ShapeDtypeStruct((batch, tokens), jnp.int32, sharding=program.by_row)
+    by_row, run = program.by_row, program.on_mesh(whole if chunk is None else chunked)
+    out = by_row if chunk is None else (by_row, _cache_layout(program, config))
+    jitted = jax.jit(run, out_shardings=out)
     return jitted.lower(program.abstract_state().params, ids)
+
+
+def _cache_layout(program: Program, config: Config) -> Cache:
+    """The shardings of a cache."""
+    entries = cache_sharding(program.mesh, config.shape.kv_heads)
+    return Cache(entries, entries, program.by_row, program.by_row, program.replicated)
 
 
 def lower_decode(
     config: Config, vocab: int, mesh: jax.sharding.Mesh, tokens: int, rows: int = 1
 ) -> jax.stages.Lowered:
-    """One more token for `rows` sequences a device, with a cache of `tokens` slots, written in
-    place; matrices in the dtype of the activations, as `depthjax generate` holds them."""
+    """One more token for `rows` sequences for each device along the batch's axes, with a cache of
+    `tokens` slots, written in place; matrices in the dtype of the activations, as `depthjax
+    generate` holds them."""
     program = Program(config, vocab, mesh)
 
     def place(shapes, sharding):
@@ -112,11 +142,11 @@ def lower_decode(
         model = in_activation_dtype(program.model(params))
         return model, empty_cache(model, batch, tokens)
 
-    batch, params = rows * mesh.size, program.abstract_state().params
+    batch, params = rows * batch_ways(mesh), program.abstract_state().params
     model, cache = jax.eval_shape(make, params)
-    by_row, of_layers = program.by_row, NamedSharding(mesh, P(None, *program.by_row.spec))
-    layout = Cache(of_layers, of_layers, by_row, by_row, program.replicated)
-    model, cache = place(model, program.replicated), place(cache, layout)
+    by_row, layout = program.by_row, _cache_layout(program, config)
+    model = place(model, program.model(program.shardings.params))
+    cache = place(cache, layout)
     ids = jax.ShapeDtypeStruct((batch,), jnp.int32, sharding=by_row)
     step = program.on_mesh(decode_step)
     jitted = jax.jit(step, donate_argnums=2, out_shardings=(by_row, layout))

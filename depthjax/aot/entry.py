@@ -12,6 +12,7 @@ from depthjax.aot.compile import Compiled, Inference, compile_lowered, lower
 from depthjax.aot.knobs import Knob, helpful_knobs, inference_knobs
 from depthjax.aot.topology import Target
 from depthjax.config import Config
+from depthjax.parallel import batch_ways
 from depthjax.plan.flops import (
     decode_flops,
     matmul_flops_per_sequence,
@@ -22,6 +23,7 @@ from depthjax.plan.hlo import Module, parse
 from depthjax.plan.hlo_buffers import Buffer, largest_buffers
 from depthjax.plan.hlo_collectives import Collective, collectives
 from depthjax.plan.hlo_cost import Flops, count_flops, executions
+from depthjax.plan.hlo_history import history_bytes
 from depthjax.plan.hlo_traffic import hbm_bytes
 from depthjax.plan.info import parameter_counts
 from depthjax.plan.memory import cache_bytes, decoding_parameter_bytes, training_bytes
@@ -34,6 +36,7 @@ GRADES = {
     "parameter_bytes": FORMULA,
     "optimizer_bytes": FORMULA,
     "cache_bytes": FORMULA,
+    "history_bytes": COUNTED,
     "argument_bytes": COUNTED,
     "temp_bytes": COUNTED,
     "peak_bytes": COUNTED,
@@ -68,7 +71,9 @@ class Entry:
     parameter_bytes: int
     optimizer_bytes: int
     cache_bytes: int
-    """Keys and values that a decode step finds; else 0."""
+    """Keys and values that a decode step finds or a chunked prefill makes; else 0."""
+    history_bytes: int
+    """What the sources that the residual connection remembers take of a prefill; else 0."""
     argument_bytes: int | None
     temp_bytes: int | None
     peak_bytes: int | None
@@ -131,17 +136,21 @@ def make_entry(
     """Compiles a config's training step, or a program of inference in place of it, and counts."""
     compiled = compile_lowered(lower(config, vocab, mesh, inference), target, options)
     program = compiled.executable and parse(compiled.executable.as_text())
-    work = _Work.of(config, vocab, mesh.size, inference)
-    figures = _memory(compiled, target) | _counts(program, dict(mesh.shape))
+    work = _Work.of(config, vocab, mesh, inference)
+    figures = _memory(compiled, target) | _counts(program, dict(mesh.shape), target.slices)
     counts = parameter_counts(config, vocab)
     parameters = sum(counts.values())
     held = training_bytes(config, vocab, parameters)
-    kept, cache = held.parameters, 0
+    kept, cache, history = held.parameters, 0, 0
     if inference is not None and inference.kind == "decode":
         kept = decoding_parameter_bytes(config, counts)
+    if inference is not None and (inference.kind == "decode" or inference.chunk):
         cache = inference.rows * cache_bytes(config, inference.tokens)
+    if inference is not None and inference.kind == "prefill" and program:
+        history = history_bytes(program, config.residual, config.shape, config.model.dtype)
     flops = figures.pop("flops")
-    seconds = _seconds(target, flops, figures["hbm_bytes"], figures["collective_bytes"])
+    traffic = figures["hbm_bytes"], figures["collective_bytes"]
+    seconds = _seconds(target, program, flops, *traffic)
     notes = _notes(target, program, flops, work, config, inference)
     grades = dict(GRADES)
     if flops and flops.kernels:
@@ -162,6 +171,7 @@ def make_entry(
         parameter_bytes=kept,
         optimizer_bytes=held.optimizer if inference is None else 0,
         cache_bytes=cache,
+        history_bytes=history,
         flops_compiled=flops and flops.total,
         flops_formula=work.model_flops,
         compile_cpu_s=round(compiled.cpu_seconds, 1),
@@ -186,22 +196,22 @@ class _Work:
     """Products of two matrices, with whole attention squares and without rematerialisation."""
 
     @classmethod
-    def of(cls, config: Config, vocab: int, devices: int, inference: Inference | None) -> "_Work":
+    def of(cls, config: Config, vocab: int, mesh: Any, inference: Inference | None) -> "_Work":
         cost = (config.shape, vocab)
         if inference is None:
             sequences, tokens = config.train.batch, config.model.context
             model = tokens * training_flops_per_token(*cost, tokens, config.residual)
             executed = matmul_flops_per_sequence(*cost, tokens, config.residual)
         elif inference.kind == "decode":
-            sequences, tokens = devices * inference.rows, 1
+            sequences, tokens = batch_ways(mesh) * inference.rows, 1
             model = decode_flops(*cost, inference.tokens, config.residual)
             executed = model
         else:
-            sequences, tokens = devices * inference.rows, inference.tokens
+            sequences, tokens = batch_ways(mesh) * inference.rows, inference.tokens
             model = prefill_flops(*cost, tokens, config.residual)
             executed = matmul_flops_per_sequence(*cost, tokens, config.residual) / 3
             executed -= (tokens - 2) * 2 * config.shape.width * vocab
-        share = sequences / devices
+        share = sequences / mesh.size
         return cls(sequences, tokens, share * model, share * executed)
 
 
@@ -248,12 +258,12 @@ def _capacity(target: Target) -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // target.devices
 
 
-def _counts(program: Module | None, mesh: Mapping[str, int]) -> dict[str, Any]:
+def _counts(program: Module | None, mesh: Mapping[str, int], slices: int) -> dict[str, Any]:
     """The fields of an entry that are counted on the program's text, and `flops`."""
     if program is None:
         names = ("hbm_bytes", "collective_bytes", "hlo_instructions", "flops")
         return {**dict.fromkeys(names), "collectives": []}
-    found = collectives(program, mesh)
+    found = collectives(program, mesh, slices)
     return {
         "flops": count_flops(program),
         "hbm_bytes": hbm_bytes(program),
@@ -264,10 +274,14 @@ def _counts(program: Module | None, mesh: Mapping[str, int]) -> dict[str, Any]:
 
 
 def _seconds(
-    target: Target, flops: Flops | None, moved: float | None, sent: float | None
+    target: Target,
+    program: Module | None,
+    flops: Flops | None,
+    moved: float | None,
+    sent: float | None,
 ) -> dict[str, float]:
-    if target.chip is None or flops is None:
-        return {}
+    if target.chip is None or flops is None or executions(program)[1]:
+        return {}  # also where a loop of unknown length has more than was counted
     chip = target.chip
     return {
         "compute": flops.total / chip.flops,

@@ -60,12 +60,18 @@ def rows(entry: Entry) -> list[tuple[str, str, str]]:
     work = f"{entry.sequences:,} x {entry.tokens:,} tokens on {entry.devices:,} device{plural}"
     found = [
         ("work of one run", work, "formula"),
-        ("parameters", f"{gib(entry.parameter_bytes)}, {entry.parameters:,}", "parameter_bytes"),
+        (
+            "parameters, undivided",
+            f"{gib(entry.parameter_bytes)}, {entry.parameters:,}",
+            "parameter_bytes",
+        ),
     ]
     if entry.optimizer_bytes:
-        found.append(("optimizer", gib(entry.optimizer_bytes), "optimizer_bytes"))
+        found.append(("optimizer, undivided", gib(entry.optimizer_bytes), "optimizer_bytes"))
     if entry.cache_bytes:
-        found.append(("keys and values", gib(entry.cache_bytes), "cache_bytes"))
+        found.append(("keys and values, undivided", gib(entry.cache_bytes), "cache_bytes"))
+    if entry.history_bytes:
+        found.append(("sources over depth", big(entry.history_bytes, "B"), "history_bytes"))
     found += [
         ("arguments in all", gib(entry.argument_bytes), "argument_bytes"),
         ("activations, temporaries", gib(entry.temp_bytes), "temp_bytes"),
@@ -75,7 +81,7 @@ def rows(entry: Entry) -> list[tuple[str, str, str]]:
         ("FLOPs, as compiled", big(entry.flops_compiled, "FLOP"), "flops_compiled"),
         ("HBM traffic", big(entry.hbm_bytes, "B"), "hbm_bytes"),
     ]
-    if entry.cache_bytes:
+    if entry.program.startswith("decode"):
         moved = big(entry.hbm_bytes_per_token, "B")
         found.append(("HBM traffic a token", moved, "hbm_bytes_per_token"))
     for collective in entry.collectives:

@@ -1,4 +1,5 @@
-"""Devices to compile for: `v5p:4x4x4`, `h100:8`, `cpu`, described by the compiler alone."""
+"""Devices to compile for, described by the compiler alone: `v5p:4x4x4`, `2xv5p:4x4x4` (two slices),
+`h100:8`, `cpu`."""
 
 import contextlib
 import dataclasses
@@ -7,7 +8,7 @@ import math
 import os
 import re
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 from depthjax.errors import InputError
@@ -43,6 +44,8 @@ class Target:
     chip: Chip | None
     """None for a CPU."""
     sizes: tuple[int, ...] = ()
+    slices: int = 1
+    """Of a TPU pod: so many times `sizes`, with the data-center network between them."""
 
 
 def known_topologies() -> str:
@@ -53,11 +56,15 @@ def known_topologies() -> str:
 def target(name: str) -> Target:
     """The target that `--topology` names; InputError where there is none of that name, or what
     compiles for it is not installed."""
-    kind, _, rest = name.partition(":")
+    several = re.fullmatch(r"([1-9]\d{0,2})x([a-z].*)", name)
+    slices, one = (int(several[1]), several[2]) if several else (1, name)
+    kind, _, rest = one.partition(":")
     sizes = (
         tuple(int(size) for size in rest.split("x")) if re.fullmatch(r"\d+(x\d+)*", rest) else ()
     )
     devices = math.prod(sizes)
+    if slices > 1 and kind not in _TPU_AXES:
+        raise InputError(f"topology is {name!r}, but only TPUs come in slices: use {one}")
     if kind == "cpu" and (not rest or (len(sizes) == 1 and devices)):
         return Target(name, "cpu", devices if rest else 1, None, sizes)
     if kind in _GPUS and len(sizes) == 1 and devices:
@@ -74,7 +81,8 @@ def target(name: str) -> Target:
                 f"topology is {name}, which needs libtpu to compile for, and it is not installed: "
                 'pip install "depthjax[plan]"'
             )
-        return Target(name, "tpu", devices * (2 if kind == "tpu7x" else 1), CHIPS[kind], sizes)
+        devices *= slices * (2 if kind == "tpu7x" else 1)
+        return Target(name, "tpu", devices, CHIPS[kind], sizes, slices)
     raise InputError(f"topology is {name!r}, which is not known: use one like {known_topologies()}")
 
 
@@ -93,27 +101,6 @@ def _require_cuda(name: str) -> None:
         )
 
 
-def mesh_axes(text: str | None, devices: int) -> dict[str, int]:
-    """{"data": N} of `--mesh data=N`; None stands for all devices."""
-    if text is None:
-        return {"data": devices}
-    found = re.fullmatch(r"(\w+)=(\d+)(,\w+=\d+)*", text)
-    if not found:
-        raise InputError(f"mesh is {text!r}: write data={devices}")
-    axes = dict(part.split("=") for part in text.split(","))
-    for axis in axes:
-        if axis != "data":
-            raise InputError(
-                f"mesh has the axis {axis!r}, but training divides the batch alone so far: use "
-                f"data={devices}"
-            )
-    if int(axes["data"]) != devices:
-        raise InputError(
-            f"mesh is data={axes['data']}, but the topology has data={devices}: use that"
-        )
-    return {"data": devices}
-
-
 def prepare_environment(wanted: Target) -> None:
     """Before JAX starts its backends: nothing here runs on a device, and processes do not fight
     for one."""
@@ -123,28 +110,20 @@ def prepare_environment(wanted: Target) -> None:
     os.environ.setdefault("TPU_STDERR_LOG_LEVEL", "3")
     if wanted.platform == "gpu":
         os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
-    else:
-        os.environ.setdefault("JAX_PLATFORMS", "cpu")
-    if wanted.platform == "cpu":
-        import jax
+        return
+    import jax
 
+    if not jax.config.jax_platforms:
+        jax.config.update("jax_platforms", "cpu")
+    if wanted.platform == "cpu":
         if wanted.devices <= jax.config.jax_num_cpu_devices:
             return
         with contextlib.suppress(RuntimeError):  # the backend runs already, with its own number
             jax.config.update("jax_num_cpu_devices", wanted.devices)
 
 
-def mesh_of(wanted: Target, axes: Mapping[str, int]) -> Any:
-    """The `jax.sharding.Mesh` of a target's devices."""
-    import numpy as np
-    from jax.sharding import AxisType, Mesh
-
-    devices = np.array(_devices(wanted)).reshape(tuple(axes.values()))
-    kinds = (AxisType.Auto,) * len(axes)
-    return Mesh(devices, tuple(axes), axis_types=kinds)
-
-
-def _devices(wanted: Target) -> list[Any]:
+def devices_of(wanted: Target) -> list[Any]:
+    """The devices of a target, which need not be there."""
     import jax
     from jax.experimental import topologies
 
@@ -156,7 +135,8 @@ def _devices(wanted: Target) -> list[Any]:
                 f"cpu:{len(found)}"
             )
         return found[: wanted.devices]
-    kind = wanted.name.partition(":")[0]
+    one = wanted.name if wanted.slices == 1 else wanted.name.partition("x")[2]
+    kind = one.partition(":")[0]
     with _quiet():
         try:
             if wanted.platform == "gpu":
@@ -168,8 +148,11 @@ def _devices(wanted: Target) -> list[Any]:
                     topology=f"1 x 1 x {wanted.devices}",
                 )
             else:
+                options = dict(_TPU_OPTIONS.get(kind, {}))
+                if wanted.slices > 1:
+                    options["num_slices"] = wanted.slices
                 described = topologies.get_topology_desc(
-                    platform="tpu", topology_name=wanted.name, **_TPU_OPTIONS.get(kind, {})
+                    platform="tpu", topology_name=one, **options
                 )
         except Exception as error:  # a size that this kind does not come in, or a plugin that fails
             reason = " ".join(str(error).split())

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
-from depthjax.kernels.over_mesh import batch_axes
+from depthjax.kernels.over_mesh import TENSOR, batch_axes, dividing
 from depthjax.layers import Cache
 from depthjax.models import Transformer
 
@@ -22,18 +22,18 @@ def empty_cache(model: Transformer, batch: int, size: int) -> Cache:
     """Room for `size` tokens in each of `batch` rows, in the activations' dtype: 2 L S K E elements
     a row, the rows divided over a mesh in force (`jax.set_mesh`) as activations are."""
     shape = model.shape
-    axes = batch_axes(batch)
+    axes, heads = batch_axes(batch), dividing(shape.kv_heads, (TENSOR,)) or None
 
     def zeros(spec: P, *sizes: int, dtype) -> jax.Array:
         made = jnp.zeros(sizes, dtype)
-        return jax.lax.with_sharding_constraint(made, spec) if axes else made
+        return jax.lax.with_sharding_constraint(made, spec) if axes or heads else made
 
     entries = (shape.layers, batch, size, shape.kv_heads, shape.head_dim)
     return Cache(
-        key=zeros(P(None, axes), *entries, dtype=model.dtype),
-        value=zeros(P(None, axes), *entries, dtype=model.dtype),
-        live=zeros(P(axes), batch, size, dtype=bool),
-        length=zeros(P(axes), batch, dtype=jnp.int32),
+        key=zeros(P(None, axes or None, None, heads), *entries, dtype=model.dtype),
+        value=zeros(P(None, axes or None, None, heads), *entries, dtype=model.dtype),
+        live=zeros(P(axes or None), batch, size, dtype=bool),
+        length=zeros(P(axes or None), batch, dtype=jnp.int32),
         used=jnp.int32(0),
     )
 

@@ -3,9 +3,10 @@
 import pytest
 
 from depthjax.aot.compile import Inference, compile_lowered, effort_options, lower
-from depthjax.aot.topology import mesh_of, prepare_environment, target
+from depthjax.aot.topology import devices_of, prepare_environment, target
 from depthjax.config import Config, ModelConfig, TrainConfig
 from depthjax.errors import InputError
+from depthjax.parallel import make_mesh
 from depthjax.plan.hlo import parse
 from depthjax.plan.hlo_buffers import copies
 from depthjax.residuals import REGISTRY
@@ -24,10 +25,10 @@ def compiled(name: str, inference: Inference | None = None, devices: int = 1):
     except InputError as error:
         pytest.skip(str(error))
     prepare_environment(found)
-    mesh = mesh_of(found, {"data": devices})
     sizes = {"layers": 12, "width": WIDTH, "heads": 8, "mlp_width": 1408, "context": LENGTH}
     model = ModelConfig(shape="custom", vocab=4096, residual=REGISTRY[name](), **sizes)
     config = Config(model=model, train=TrainConfig(batch=BATCH * devices)).check()
+    mesh = make_mesh(config, devices_of(found))
     lowered = lower(config, 4096, mesh, inference)
     return compile_lowered(lowered, found, effort_options("O0", "gpu")).executable
 

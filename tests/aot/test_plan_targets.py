@@ -6,15 +6,17 @@ import pathlib
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
-from jax.sharding import NamedSharding
+from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from depthjax.aot.compile import Inference, compile_lowered, effort_options
 from depthjax.aot.entry import make_entry
-from depthjax.aot.topology import mesh_of, prepare_environment, target
+from depthjax.aot.topology import devices_of, prepare_environment, target
 from depthjax.config import Config, ModelConfig, TrainConfig, load_config
 from depthjax.errors import InputError
+from depthjax.parallel import make_mesh
 from depthjax.plan.flops import matmul_flops_per_sequence
 from depthjax.plan.hlo import parse
 from depthjax.plan.hlo_cost import count_flops
@@ -37,7 +39,7 @@ def described(name: str):
     except InputError as error:
         pytest.skip(str(error))
     prepare_environment(found)
-    return found, mesh_of(found, {"data": found.devices})
+    return found, Mesh(np.array(devices_of(found)), ("data",), axis_types=(AxisType.Auto,))
 
 
 def plan(config: Config, topology: str, vocab: int = VOCAB, effort: str | None = "O0"):
@@ -69,17 +71,33 @@ def test_every_chip_has_a_plan(topology):
     assert entry.collective_bytes == pytest.approx(4 * ring * parameters, rel=0.02)
 
 
+def test_slices_sum_gradients_over_the_data_center():
+    """Each device sends to the other slice what it summed within its own: its share of them."""
+    found = target("2xv5p:2x2x1")
+    prepare_environment(found)
+    sizes = {"layers": 2, "width": 128, "heads": 2, "mlp_width": 352}
+    config = small(**sizes, dtype="float32").check()
+    mesh = make_mesh(config, devices_of(found))
+    assert [d.slice_index for d in mesh.devices.flat] == [0] * 4 + [1] * 4
+    entry = make_entry(config, 1024, found, mesh, options=effort_options("O0", "tpu"))
+    between = [c for c in entry.collectives if "between slices" in c.axes]
+    assert {c.kind for c in between} == {"all-reduce"}
+    assert sum(c.payload for c in between) == pytest.approx(4 * entry.parameters / 4, rel=0.05)
+    assert all(c.axes.startswith("data") for c in entry.collectives)
+
+
 @pytest.mark.parametrize("name", sorted(REGISTRY))
 def test_counted_products_are_the_formula(name):
     """On v6e, XLA's attention over the whole square, everything kept for the backward: 1 %."""
     # In float32: products of bfloat16 streams are three, see `kernels.streams`.
-    # Of few tokens: attention over depth weighs the sequence once more in the backward pass.
-    sizes = {"vocab": 4096, "context": 128, "dtype": "float32"}
+    # Of few tokens: attention over depth weighs the sequence once more in the backward pass. And of
+    # so many that no flash kernel takes them, which would leave out half of the square.
+    sizes = {"vocab": 4096, "context": 96, "dtype": "float32"}
     config = small(residual=REGISTRY[name](), **sizes)
     config = dataclasses.replace(config, train=TrainConfig(batch=1))
     entry = plan(config, "v6e:1x1", vocab=4096)
     assert entry.notes == []
-    formula = matmul_flops_per_sequence(config.shape, 4096, 128, config.residual)
+    formula = matmul_flops_per_sequence(config.shape, 4096, 96, config.residual)
     assert entry.flops_compiled == pytest.approx(formula, rel=0.01)
 
 

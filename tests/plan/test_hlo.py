@@ -300,6 +300,9 @@ def test_collectives_by_axis(mesh):
         ("replica_groups={}", "data+tensor"),
         ("replica_groups={{0,3},{1,2},{4,7},{5,6}}", "other"),
         ("replica_groups=mesh['data'=4,'tensor'=2] {'data'}", "data"),
+        ("replica_groups=mesh['axis_0'=4,'axis_1'=2] {'axis_1'}", "tensor"),
+        ("replica_groups=mesh['axis_0'=8] {'axis_0':(4)2}", "tensor"),
+        ("replica_groups=mesh['axis_0'=8] {'axis_0':(1)4}", "data"),
     ],
 )
 def test_group_notations(groups, axes):
