@@ -1,4 +1,5 @@
-"""The command line: `depthjax train | eval | generate | info | plan | convert | data`.
+"""The command line: `depthjax train | eval | probe | generate | info | plan | cost | convert |
+data`.
 
 Everything heavy is imported inside the command that needs it, and bad input ends every command in
 one way: one sentence on stderr, exit status 2.
@@ -8,10 +9,10 @@ import functools
 import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NoReturn
 
-from depthjax.errors import InputError
+from depthjax.errors import InputError, JobBroken
 
 if TYPE_CHECKING:
     from depthjax.config import Config
@@ -21,13 +22,18 @@ usage: depthjax COMMAND ...
 
   train CONFIG [--field value ...]   train, or continue the run that is in run.dir
   eval RUN_DIR [--field value ...]   held-out losses of a run's newest checkpoint, or of a model
-                                     folder
+                                     folder; with --tasks A,B evaluation tasks; --help lists them
+  eval fetch | count                 get the tasks' documents without the hub; their tokens
+  probe CKPT [CKPT ...] --out DIR    what the layers of trained models do: diagnostics, drawn on one
+                                     page; --help lists its options
   generate RUN_DIR --prompt TEXT ... text continued by a run's newest checkpoint or a model folder;
                                      --help lists its options
   info [CONFIG] [--field value ...]  shape, parameters, FLOPs, tokens; without CONFIG, all shapes
                                      and residual connections
   plan CONFIG [--topology T] ...     memory, traffic, FLOPs and fit on a pod that is not there;
                                      --help lists its options
+  cost --shapes A,B --residuals A,B  what reading a prompt costs, by formula or (--measure) timed
+                                     here, as a table, a figure and a page
   convert IN OUT [--from F] [--to F] checkpoints of others and back, as files or folders; --help
                                      lists formats; --to-residual NAME changes the connection
   data prepare INPUT... --out DIR    text files, folders or hf:// URLs into token shards
@@ -47,34 +53,47 @@ folder; any of its fields can be overridden:
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Runs one command and exits: 0 done, 2 bad input, 1 training diverged, 130 Ctrl-C."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
+    sys.exit(_status(lambda: _run(arguments)))
+
+
+def _run(arguments: Sequence[str]) -> int:
     commands = {"train": _train, "eval": _eval, "info": _info, "plan": _plan}
-    commands |= {"generate": _generate, "convert": _convert, "data": _data}
+    commands |= {"probe": _probe, "cost": _cost, "generate": _generate}
+    commands |= {"convert": _convert, "data": _data}
     if arguments[:1] == ["train"]:
         # While importing nothing is at stake, and an exception may be lost in a library's callback.
         signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
         signal.signal(signal.SIGINT, lambda *_: os._exit(130))
-    try:
-        if not arguments or arguments[0] in ("-h", "--help"):
-            print(USAGE, end="")
-            sys.exit(0 if arguments else 2)
-        if arguments[0] == "--version":
-            from depthjax import __version__
+    if not arguments or arguments[0] in ("-h", "--help"):
+        print(USAGE, end="")
+        return 0 if arguments else 2
+    if arguments[0] == "--version":
+        from depthjax import __version__
 
-            print(f"depthjax {__version__}")
-            sys.exit(0)
-        if arguments[0] not in commands:
-            raise InputError(f"command {arguments[0]!r} is unknown: use {', '.join(commands)}")
-        sys.exit(commands[arguments[0]](arguments[1:]))
+        print(f"depthjax {__version__}")
+        return 0
+    if arguments[0] not in commands:
+        raise InputError(f"command {arguments[0]!r} is unknown: use {', '.join(commands)}")
+    return commands[arguments[0]](arguments[1:])
+
+
+def _status(work: Callable[[], int], speaker: str = "depthjax") -> int:
+    """The exit status of `work`; what it may raise ends in one sentence on stderr."""
+    try:
+        return work()
     except InputError as error:
-        print(f"depthjax: {error}", file=sys.stderr)
-        sys.exit(2)
+        print(f"{speaker}: {error}", file=sys.stderr)
+        return 2
+    except JobBroken as error:
+        print(f"{speaker}: {error}", file=sys.stderr)
+        return 1
     except OSError as error:
         name = error.filename or "input or output"
-        print(f"depthjax: {name}: {error.strerror or error}", file=sys.stderr)
-        sys.exit(2)
+        print(f"{speaker}: {name}: {error.strerror or error}", file=sys.stderr)
+        return 2
     except KeyboardInterrupt:
-        print("depthjax: interrupted", file=sys.stderr)
-        sys.exit(130)
+        print(f"{speaker}: interrupted", file=sys.stderr)
+        return 130
 
 
 def _config_file(arguments: Sequence[str], prog: str) -> "Config":
@@ -92,14 +111,26 @@ def _config_file(arguments: Sequence[str], prog: str) -> "Config":
 
 def _train(arguments: Sequence[str]) -> int:
     config = _config_file(arguments, "depthjax train").check()
+    from depthjax.parallel import processes
+
+    if not processes.join():
+        return _train_here(config)
+    work = functools.partial(processes.as_one, lambda: _train_here(config))
+    return processes.leave(_status(work, f"depthjax, {processes.name()}"))
+
+
+def _train_here(config: "Config") -> int:
+    """Trains in this process, be it one of several."""
     from rich.console import Console
 
+    from depthjax.parallel import processes
     from depthjax.train import TrainingDiverged, train
 
     try:
         return train(config, Console(markup=False))[1]
     except TrainingDiverged as error:
-        print(f"depthjax: {error}", file=sys.stderr)
+        if processes.is_first():
+            print(f"depthjax: {error}", file=sys.stderr)
         return 1
     finally:
         for number in (signal.SIGTERM, signal.SIGINT):  # all is saved: let nothing disturb the exit
@@ -107,27 +138,9 @@ def _train(arguments: Sequence[str]) -> int:
 
 
 def _eval(arguments: Sequence[str]) -> int:
-    from depthjax.config import with_dials
-    from depthjax.overrides import override
+    from depthjax.cli_eval import run
 
-    prog = "depthjax eval"
-    if "--help" in arguments or "-h" in arguments:
-        override(with_dials, ["--help"], f"{prog} RUN_DIR")
-    if not arguments or arguments[0].startswith("-"):
-        raise InputError(
-            f"{prog} needs a run directory, such as runs/quickstart, or a model folder"
-        )
-    from rich.console import Console
-
-    from depthjax.train.evaluate import evaluate_run
-    from depthjax.train.report import print_table
-    from depthjax.train.run_dir import saved_config
-
-    saved = functools.partial(with_dials, config=saved_config(arguments[0]))
-    config = override(saved, arguments[1:], f"{prog} RUN_DIR").check()
-    console = Console(markup=False)
-    losses = evaluate_run(config, console.print)
-    print_table(f"run {config.run.dir}", losses, console)
+    run(arguments)
     return 0
 
 
@@ -150,6 +163,20 @@ def _info(arguments: Sequence[str]) -> int:
 
 def _plan(arguments: Sequence[str]) -> int:
     from depthjax.cli_plan import run
+
+    run(arguments)
+    return 0
+
+
+def _probe(arguments: Sequence[str]) -> int:
+    from depthjax.cli_probe import run
+
+    run(arguments)
+    return 0
+
+
+def _cost(arguments: Sequence[str]) -> int:
+    from depthjax.cli_cost import run
 
     run(arguments)
     return 0

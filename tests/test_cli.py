@@ -89,7 +89,7 @@ def assert_refused(result, *words):
             ["block_size_sublayers is 9", "1 to 4"],
         ),
         (["--train.accumulate", "3"], ["train.batch is 8", "train.accumulate 3"]),
-        (["--train.batch", "12"], ["train.batch is 12", "8 devices"]),
+        (["--train.batch", "12"], ["data * fsdp = 8", "12 sequences", "data=4"]),
         (["--train.batch", "100000"], ["train.batch", "100000"]),
         (["--model.context", "1000000"], ["model.context", "1000000"]),
         (["--data.dir", "nowhere"], ["nowhere"]),
