@@ -28,7 +28,7 @@ VOCAB = 50280
 PODS = {
     "v5e:4x4": MeshConfig(fsdp=16),
     "v5p:4x4x4": MeshConfig(stage=4, tensor=4, fsdp=4, virtual_stages=2, microbatches=8),
-    "v6e:16x16": MeshConfig(fsdp=16),
+    "v6e:16x16": MeshConfig(fsdp=16, tensor=2),
     "2xv5p:4x4x4": MeshConfig(fsdp=16, tensor=4),
     "h100:8": MeshConfig(fsdp=8),
 }
