@@ -1,6 +1,5 @@
 """A small real run: the embedded corpus, the bpe8k tokenizer, two layers."""
 
-import dataclasses
 import os
 import pathlib
 import subprocess
@@ -80,9 +79,3 @@ def small_config(tmp_path) -> Config:
             dir=str(tmp_path / "run"), log_every=1, save_every=4, eval_every=0, eval_batches=1
         ),
     )
-
-
-def change(config: Config, **parts) -> Config:
-    """`change(config, train={"steps": 3})`: the config with fields of its parts replaced."""
-    made = {n: dataclasses.replace(getattr(config, n), **fields) for n, fields in parts.items()}
-    return dataclasses.replace(config, **made)

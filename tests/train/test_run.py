@@ -9,7 +9,7 @@ import time
 
 import numpy as np
 import pytest
-from conftest import change
+from changed import change
 
 import depthjax.train.loop as loop
 from depthjax.train import TrainingDiverged, train

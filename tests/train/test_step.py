@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import change
+from changed import change
 from jax.sharding import AxisType
 
 from depthjax.train.evaluate import heldout_losses
