@@ -1,7 +1,7 @@
 """What all diagnostics are made of: sums over micro-batches, which can stop and go on."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -120,6 +120,20 @@ class Batches:
         if set(leaf.sharding.device_set) == set(self.mesh.devices.flat):
             return leaf
         return jax.device_put(leaf, NamedSharding(self.mesh, P()))
+
+
+def boundary_means(batches: Batches, names: Sequence[str], function: Callable, count: int) -> Fold:
+    """{name: [L + 1]}: function, made by `on_rows`, gives sums [L + 1, names] of a micro-batch, by
+    boundary of layers; the results are these over `count`."""
+
+    def step(k, sums):
+        sums["measures"] += batches.call(function, k)
+
+    def result(sums):
+        return dict(zip(names, sums["measures"].T / count, strict=True))
+
+    shape = batches.shape.layers + 1, len(names)
+    return Fold(zeros(measures=shape), len(batches), step, result)
 
 
 def on_rows(function: Callable) -> Callable:

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from depthjax.models import Transformer
-from depthjax.probes.fold import Batches, Fold, on_rows, zeros
+from depthjax.probes.fold import Batches, Fold, boundary_means, on_rows, zeros
 from depthjax.probes.walk import NONE, at_boundaries, depth_states, masked_sum
 
 CAUSAL_EPS = 1e-8
@@ -86,15 +86,7 @@ def token_collapse(batches: Batches) -> Fold:
     [T, D] (uncentred), with singular values sigma: sum sigma^2 / sigma_1^2, exp of the entropy of
     sigma^2 / sum sigma^2, and sum sigma / sqrt(sum sigma^2); means over windows (DepthBench)."""
     names = "stable_rank", "effective_rank", "l1_over_l2"
-
-    def step(k, sums):
-        sums["measures"] += batches.call(_collapse, k)
-
-    def result(sums):
-        return dict(zip(names, sums["measures"].T / batches.windows, strict=True))
-
-    states = batches.shape.layers + 1
-    return Fold(zeros(measures=(states, len(names))), len(batches), step, result)
+    return boundary_means(batches, names, _collapse, batches.windows)
 
 
 @on_rows

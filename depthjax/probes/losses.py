@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from depthjax.models import Transformer
-from depthjax.probes.fold import Batches, Fold, on_rows, zeros
+from depthjax.probes.fold import Batches, Fold, boundary_means, on_rows, zeros
 from depthjax.probes.walk import (
     NONE,
     at_boundaries,
@@ -86,15 +86,7 @@ def logit_lens(batches: Batches) -> Fold:
     and the shared part of the five likeliest tokens (nostalgebraist 2020; DepthBench, section 7).
     """
     names = "cross_entropy", "kl", "top5_overlap"
-
-    def step(k, sums):
-        sums["measures"] += batches.call(_lens, k)
-
-    def result(sums):
-        return dict(zip(names, sums["measures"].T / batches.predictions, strict=True))
-
-    states = batches.shape.layers + 1
-    return Fold(zeros(measures=(states, len(names))), len(batches), step, result)
+    return boundary_means(batches, names, _lens, batches.predictions)
 
 
 @on_rows

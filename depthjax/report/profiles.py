@@ -118,16 +118,15 @@ layer_maps = _plate(
     ],
 )
 
-_STATE = "layers computed"
 token_collapse = _plate(
     "token_collapse",
     "Do the tokens stay apart?",
     "Ranks of the matrix of a sequence's states behind each layer: high means that tokens point in "
     "many directions, low that they collapse onto few; it does not show what they say.",
     [
-        _Curve("token_collapse", "stable_rank", "Stable rank", _STATE, "Σσ² / σ₁²"),
-        _Curve("token_collapse", "effective_rank", "Effective rank", _STATE, "exp entropy of σ²"),
-        _Curve("token_collapse", "l1_over_l2", "Spread of the spectrum", _STATE, "Σσ / √Σσ²"),
+        _Curve("token_collapse", "stable_rank", "Stable rank", _BEHIND, "Σσ² / σ₁²"),
+        _Curve("token_collapse", "effective_rank", "Effective rank", _BEHIND, "exp entropy of σ²"),
+        _Curve("token_collapse", "l1_over_l2", "Spread of the spectrum", _BEHIND, "Σσ / √Σσ²"),
     ],
 )
 
@@ -138,7 +137,7 @@ magnitudes = _plate(
     "(logarithmic): a high state drowns what later layers add, and a high gradient moves its layer "
     "more, low is the reverse; optimizer and norms rescale both, so that size is not effect.",
     [
-        _Curve("magnitudes", "output_rms", "State", _STATE, "RMS", scale="log"),
+        _Curve("magnitudes", "output_rms", "State", _BEHIND, "RMS", scale="log"),
         _Curve("magnitudes", "gradient_rms", "Gradient", "sublayer", "RMS", scale="log"),
     ],
 )
