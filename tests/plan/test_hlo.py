@@ -325,3 +325,28 @@ def test_permutes_follow_an_axis(mesh):
     assert [(c.kind, c.axes, c.sent) for c in found] == [
         ("collective-permute", "data", 2 * SIZE * 4)
     ]
+
+
+def test_what_crosses_slices_is_sent_by_the_host():
+    """Two slices of two devices: 400 bytes summed within a slice, and then between them."""
+    module = parse("""HloModule slices
+
+%add (a: f32[], b: f32[]) -> f32[] {
+  %a = f32[] parameter(0)
+  %b = f32[] parameter(1)
+  ROOT %sum = f32[] add(%a, %b)
+}
+
+ENTRY %main (x: f32[100]) -> f32[100] {
+  %x = f32[100]{0} parameter(0)
+  %y = f32[100]{0} all-reduce(%x), replica_groups={{0,1}}, to_apply=%add
+  %token = token[] after-all()
+  %send = (f32[100]{0}, u32[], token[]) send(%y, %token), channel_id=1, is_host_transfer=true, frontend_attributes={_xla_megascale_transfer_type="ALL_REDUCE"}
+  ROOT %z = f32[100]{0} copy(%y)
+}
+""")  # noqa: E501
+    found = {c.axes: (c.kind, c.group, c.sent) for c in collectives(module, {"data": 4}, slices=2)}
+    assert found == {
+        "data": ("all-reduce", 2, 400.0),  # a ring of two sends all of it once
+        "data, between slices": ("all-reduce", 2, 400.0),
+    }
