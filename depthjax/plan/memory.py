@@ -1,13 +1,15 @@
 """Bytes of the model and of its states, by formula."""
 
 import dataclasses
+import functools
 from collections.abc import Mapping
 
+import jax
 import jax.numpy as jnp
 
 from depthjax.config import Config
 from depthjax.models import Shape
-from depthjax.residuals import Residual
+from depthjax.residuals import Residual, init_params
 
 
 def key_value_bytes(shape: Shape, tokens: int, itemsize: int, residual: Residual) -> int:
@@ -28,7 +30,18 @@ def decoding_parameter_bytes(config: Config, counts: Mapping[str, int]) -> int:
     activations, what belongs to the residual connection as it was trained."""
     residual = counts["residual"]
     matrices = (sum(counts.values()) - residual) * jnp.dtype(config.model.dtype).itemsize
-    return matrices + residual * jnp.dtype(config.model.param_dtype).itemsize
+    trained = residual * jnp.dtype(config.model.param_dtype).itemsize
+    return matrices + trained + _pinned_bytes(config)
+
+
+def _pinned_bytes(config: Config) -> int:
+    """What parameters that stay in fp32, whatever `param_dtype` is, take beyond it."""
+
+    dtype = jnp.dtype(config.model.param_dtype)
+    sizes = {"layers": config.shape.layers, "width": config.shape.width}
+    make = functools.partial(init_params, config.residual, param_dtype=dtype, **sizes)
+    leaves = jax.tree.leaves(jax.eval_shape(make, jax.random.key(0)))
+    return sum(x.size * (x.dtype.itemsize - dtype.itemsize) for x in leaves)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,7 +63,7 @@ class TrainingBytes:
 def training_bytes(config: Config, vocab: int, parameters: int) -> TrainingBytes:
     """Of a config with so many parameters."""
     shape, residual = config.shape, config.residual
-    kept = parameters * jnp.dtype(config.model.param_dtype).itemsize
+    kept = parameters * jnp.dtype(config.model.param_dtype).itemsize + _pinned_bytes(config)
     dtype = jnp.dtype(config.model.dtype)
     carry = residual.carry_bytes_per_token(shape.layers, shape.width, dtype)
     return TrainingBytes(

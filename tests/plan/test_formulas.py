@@ -1,12 +1,17 @@
 """The formulas against the published tables."""
 
+import jax
 import jax.numpy as jnp
 import pytest
+from flax import nnx
 
+from depthjax.config import Config, ModelConfig, build_model
+from depthjax.infer.steps import in_activation_dtype
 from depthjax.models import SHAPES
 from depthjax.plan.chips import CHIPS, chip_of_kind, peak_flops
 from depthjax.plan.flops import prefill_flops
-from depthjax.plan.memory import key_value_bytes
+from depthjax.plan.info import parameter_counts
+from depthjax.plan.memory import decoding_parameter_bytes, key_value_bytes, training_bytes
 from depthjax.residuals import REGISTRY, BlockAttnRes
 
 VOCAB, TOKENS = 50280, 4096
@@ -99,6 +104,24 @@ def test_state_by_hand(name):
     # A scan computes every layer alike, also what the formula leaves out of the first or the last.
     at_most = residual.flops_per_token(layers, s.width) * layers / (layers - 1)
     assert residual.matmul_flops_per_token(layers, s.width) <= at_most
+
+
+@pytest.mark.parametrize("name", ["block_attnres", "hc"])
+@pytest.mark.parametrize("param_dtype", ["bfloat16", "float32"])
+def test_parameter_bytes_are_those_of_the_arrays(name, param_dtype):
+    """Trained, and as decoding holds them; queries and key scales stay in fp32."""
+    dtypes = {"dtype": "bfloat16", "param_dtype": param_dtype}
+    model = ModelConfig(shape="tiny-L8", residual=REGISTRY[name](), vocab=300, **dtypes)
+    config = Config(model=model).check()
+
+    def held(change):
+        made = nnx.eval_shape(lambda: change(build_model(config, 300)))
+        return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(nnx.state(made, nnx.Param)))
+
+    counts = parameter_counts(config, 300)
+    trained = training_bytes(config, 300, sum(counts.values())).parameters
+    assert trained == held(lambda model: model)
+    assert decoding_parameter_bytes(config, counts) == held(in_activation_dtype)
 
 
 def test_chips_by_the_names_that_jax_gives():
