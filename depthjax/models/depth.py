@@ -10,7 +10,6 @@ from depthjax.models.keep import KEEP_ALL, Remat
 from depthjax.models.pull import scan_by_pull
 from depthjax.models.sublayers import LayerParams, Sublayers
 from depthjax.models.vjp import scan_layers
-from depthjax.residuals import KINDS
 
 
 def run_depth(
@@ -39,7 +38,7 @@ def run_depth(
     MLP), stacked [L, ...]; else None.
     """
     rule, final = sublayers.rule, residual_params["final"]
-    params = LayerParams({k: residual_params[k] for k in KINDS}, branch_params, meters)
+    params = LayerParams.stacked(residual_params, branch_params, meters)
     plain = unroll or skip is not None or auxiliary
     pull = None if plain else rule.pull()
     if pull is not None:

@@ -86,25 +86,26 @@ def _backward(sublayers, pull, remat, params, final, rows, lse, kept, d_features
         return found.astype(rows.dtype), d_directions + share
 
     def layer(carry, inputs):
-        rows, delta, d_directions = carry
+        rows, delta, d_directions, d_params = carry
         index, params, kept = inputs
-        d_params = []
         for kind in (MLP, ATTENTION):
             s = 2 * index + kind
             dy, d_directions = gather(rows, s + 1, delta, d_directions)
             mixture, _ = pull.mix(rows, s, directions[s])
             step = _Sublayer(sublayers, pull, remat, kind, params, s, rows)
-            d_layer, d_mixture = step.pull(mixture, kept[kind], dy)
+            d_own, d_mixture = step.pull(mixture, kept[kind], dy)
+            d_mixture = d_mixture.astype(rows.dtype)
+            d_params, d_mixture = d_params.stored(kind, index, d_own, d_mixture)
             # Without it the buffer takes the layout that the last product likes, by a copy a layer.
-            d_mixture = _row_major(d_mixture.astype(rows.dtype))
+            d_mixture = _row_major(d_mixture)
             delta = delta.at[s].set(_product(d_mixture, mixture))
             rows = _row_major(jax.lax.dynamic_update_index_in_dim(rows, d_mixture, s + 1, 0))
-            d_params.append(d_layer)
-        return (rows, delta, d_directions), jax.tree.map(jnp.add, *d_params)
+        return (rows, delta, d_directions, d_params), None
 
-    carry = (rows, delta, jnp.zeros_like(directions))
+    zeros = jax.tree.map(jnp.zeros_like, differentiable(params))
+    carry = (rows, delta, jnp.zeros_like(directions), zeros)
     inputs = (jnp.arange(last_reader // 2, dtype=jnp.int32), params, kept)
-    (rows, delta, d_directions), d_params = jax.lax.scan(layer, carry, inputs, reverse=True)
+    (rows, delta, d_directions, d_params), _ = jax.lax.scan(layer, carry, inputs, reverse=True)
     d_embedding, d_directions = gather(rows, 0, delta, d_directions)
     d_residual, more_final = pull_directions(d_directions)
     d_residual = jax.tree.map(jnp.add, d_params.residual, d_residual)
@@ -116,7 +117,7 @@ class _Sublayer:
     """A sublayer from its mixture to its output."""
 
     def __init__(self, sublayers, pull, remat, kind, params, s, like):
-        self.remat, self.params = remat, params
+        self.remat, self.params = remat, params.of(kind)
 
         def normalize(params, mixture):
             return pull.normalize(params.residual[KINDS[kind]], mixture, s, like)

@@ -1,6 +1,7 @@
 """One sublayer of a stack: read -> branch -> write."""
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -22,8 +23,32 @@ class LayerParams(NamedTuple):
     """{"attention", "mlp"}: parameters and constants of the residual connection."""
     branch: tuple[Any, Any]
     """Parameters of the two branches."""
-    meters: jax.Array | None = None
-    """[2] zeros, whose gradient is the sum of squares of the gradient at each branch output."""
+    meters: tuple[Any, Any] | None = None
+    """A zero each, whose gradient is the sum of squares of the gradient at the branch output."""
+
+    @classmethod
+    def stacked(cls, residual: dict[str, Any], branch: tuple[Any, Any], meters: Any = None):
+        """Of all layers: as `models.depth.run_depth` is given them."""
+        split = None if meters is None else (meters[:, ATTENTION], meters[:, MLP])
+        return cls({kind: residual[kind] for kind in KINDS}, branch, split)
+
+    def of(self, kind: int) -> "LayerParams":
+        """What the sublayer of one kind reads, with None in place of what only the other does."""
+
+        def own(pair):
+            return tuple(one if k == kind else None for k, one in enumerate(pair))
+
+        residual = {**self.residual, KINDS[1 - kind]: None}
+        return LayerParams(residual, own(self.branch), self.meters and own(self.meters))
+
+    def stored(self, kind: int, index: jax.Array, own: Any, beyond: Any) -> tuple[Any, Any]:
+        """(this gradient of all layers with `own` in it, that of one sublayer of layer `index`;
+        what the backward pass goes on with). The second waits for the first, so that what a
+        gradient is a product of is gone by then."""
+        put = functools.partial(jax.lax.dynamic_update_index_in_dim, index=index, axis=0)
+        stored = jax.tree.map(put, self.of(kind), own)
+        stored, beyond = jax.lax.optimization_barrier((stored, beyond))
+        return combine(stored, self), beyond
 
 
 @jax.custom_vjp

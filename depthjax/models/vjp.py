@@ -90,11 +90,10 @@ def _differentiable_scan(sublayers: Sublayers, remat: Remat):
         def layer(carry, inputs):
             d_params, d_state = carry
             i, kept = inputs
-            d_layer, d_state = _backward(
-                sublayers, remat, _at(params, i), kept, history, first + i, d_state
-            )
-            put = jax.lax.dynamic_update_index_in_dim
-            d_params = jax.tree.map(lambda all_, one: put(all_, one, i, 0), d_params, d_layer)
+            pulls = _pulls(sublayers, remat, _at(params, i), kept, history, first + i)
+            for kind in (MLP, ATTENTION):
+                d_own, d_state = pulls[kind](d_state)
+                d_params, d_state = d_params.stored(kind, i, d_own, d_state)
             return (d_params, d_state), None
 
         def group(carry, inputs):
@@ -157,9 +156,9 @@ def _rebuild(sublayers: Sublayers, params: LayerParams, carry, history, first, i
     return jax.lax.scan(layer, carry, indices)[1]
 
 
-def _backward(sublayers, remat, params, kept, history, index, d_state):
-    """(cotangent of the layer's params, of the state in front of it)."""
-    steps, carry = [], None
+def _pulls(sublayers, remat, params, kept, history, index):
+    """Of the two sublayers of a layer: d_state -> (d_params of its own, d_state)."""
+    pulls, carry = [], None
     for kind in (ATTENTION, MLP):
         s, saved = 2 * index + kind, kept[kind]
         before = carry if saved is None else saved.carry
@@ -167,16 +166,15 @@ def _backward(sublayers, remat, params, kept, history, index, d_state):
         carry, _, pull, _ = _sublayer(
             sublayers, remat, kind, params, (before, history), s, pullbacks
         )
-        steps.append(pull)
-    d_mlp, d_state = steps[MLP](d_state)
-    d_attention, d_state = steps[ATTENTION](d_state)
-    return jax.tree.map(jnp.add, d_attention, d_mlp), d_state
+        pulls.append(pull)
+    return pulls
 
 
 def _sublayer(sublayers, remat, kind, params, state, s, kept=None):
     """(carry, appended, pull, kept) of one sublayer. kept: the pullbacks of branch and write and
     the place of the appended row, without what a read recomputes; given, the branch is not run and
-    there is neither carry nor appended. pull: d_state -> (d_params, d_state)."""
+    there is neither carry nor appended. pull: d_state -> (d_params of its own, d_state)."""
+    params = params.of(kind)
 
     def read(params, carry, history):
         return sublayers.read(kind, params, carry, history, s)

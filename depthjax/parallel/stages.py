@@ -19,7 +19,6 @@ from depthjax.models.sublayers import LayerParams, Sublayers
 from depthjax.parallel.handoff import Exchange
 from depthjax.parallel.pipeline import Pipeline
 from depthjax.parallel.schedule import Keeps, Rows, Schedule
-from depthjax.residuals import KINDS
 
 PRESENT = "present"
 """Beside a layer's residual parameters: False where it only fills up a shorter chunk."""
@@ -86,7 +85,7 @@ def run_stages(
     if unroll or skip is not None or sublayers.observer is not None:
         raise ValueError("stages hold only their own layers: no observer, skip or unroll there")
     chunks = schedule.layers(layers)
-    params = LayerParams({k: residual_params[k] for k in KINDS}, branch_params, meters)
+    params = LayerParams.stacked(residual_params, branch_params, meters)
     params = jax.tree.map(lambda leaf: _by_stage(schedule, chunks, leaf), params)
     if len(set(map(len, chunks))) > 1:
         params = params._replace(residual={**params.residual, PRESENT: _present(schedule, chunks)})

@@ -48,7 +48,7 @@ def depth_of(model: Transformer, swap=None, swap_routing=None, observer=None) ->
         branch = tuple(swap_rows(params, *swap) for params in branch)
     if swap_routing is not None:
         residual = sublayers.rule.swap_routing(residual, *swap_routing)
-    params = LayerParams({kind: residual[kind] for kind in KINDS}, branch)
+    params = LayerParams.stacked(residual, branch)
     return Depth(sublayers, params, residual["final"], model.shape.layers)
 
 

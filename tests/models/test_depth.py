@@ -10,7 +10,7 @@ from flax import nnx
 from depthjax.models import Remat, Shape, Transformer
 from depthjax.models.sublayers import LayerParams, Sublayers
 from depthjax.models.vjp import scan_layers
-from depthjax.residuals import KINDS, REGISTRY, BlockAttnRes, FullAttnRes
+from depthjax.residuals import REGISTRY, BlockAttnRes, FullAttnRes
 from depthjax.train import loss
 
 pytestmark = pytest.mark.jax_version
@@ -109,7 +109,7 @@ def layer_params(model):
     rule, residual = model.residual.rule, model.residual.layered()
     graphs, params = zip(nnx.split(model.attention), nnx.split(model.mlp), strict=True)
     branches = tuple(lambda p, x, ctx, g=g: nnx.merge(g, p)(x, ctx) for g in graphs)
-    return Sublayers(rule, branches), LayerParams({k: residual[k] for k in KINDS}, params)
+    return Sublayers(rule, branches), LayerParams.stacked(residual, params)
 
 
 @rules("moda", "block of 3")

@@ -10,7 +10,7 @@ from test_depth import LAYERS, build, float64, ids  # noqa: F401
 from depthjax.models import Remat
 from depthjax.models.sublayers import LayerParams, Sublayers
 from depthjax.models.vjp import scan_layers
-from depthjax.residuals import KINDS, BlockAttnRes
+from depthjax.residuals import BlockAttnRes
 
 pytestmark = pytest.mark.jax_version
 
@@ -37,7 +37,7 @@ def test_a_stack_in_pieces():
         return lambda state, x, ctx: nnx.merge(graph, state)(x, ctx)
 
     sublayers = Sublayers(rule, (branch(graphs[0]), branch(graphs[1])))
-    layers = LayerParams({kind: params[kind] for kind in KINDS}, branches)
+    layers = LayerParams.stacked(params, branches)
     embedding = model.embedding[...][ids()]
 
     @jax.jit
