@@ -41,6 +41,8 @@ def forward(query: jax.Array, key: jax.Array, value: jax.Array) -> tuple[jax.Arr
         kernel = _kernel(query, save_residuals=True)
         scaled = query * query.shape[-1] ** -0.5
         mixed, (lse,) = jax.vmap(kernel)(*map(_heads_first, (scaled, key, value)))
+        # The kernel writes it to all lanes; one of them is taken before anything else is done.
+        mixed, lse = jax.lax.optimization_barrier((mixed, lse))
         return _heads_first(mixed), jnp.swapaxes(lse, 1, 2)
 
     return over_rows_and_heads(local, query.shape[0], key.shape[2])(query, key, value)
