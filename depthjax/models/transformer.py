@@ -68,7 +68,12 @@ class Transformer(nnx.Module):
         # Last, so that one seed draws the same backbone whatever the residual connection.
         rule = residual.bind(shape.layers, (shape.kv_heads, shape.head_dim))
         self.residual = ResidualModule(
-            rule, layers=shape.layers, width=shape.width, param_dtype=param_dtype, rngs=rngs
+            rule,
+            layers=shape.layers,
+            width=shape.width,
+            dtype=dtype,
+            param_dtype=param_dtype,
+            rngs=rngs,
         )
         for path, scale in rule.init_scales(shape.layers, shape.width).items():
             branch, name = path.split("/")

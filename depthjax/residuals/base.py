@@ -70,7 +70,8 @@ class Parameter:
     shape: of one row. init: an initializer (key, shape, dtype) -> array, asked for all rows at
     once. first_layer, missing_last: layers before the first and so many at the end do not have the
     parameter, and store no row for it. decay: "matrix" is always decayed, "vector" only when the
-    recipe decays norms and queries too, "never". float32: stays fp32 when others are bf16.
+    recipe decays norms and queries too, "never". float32: stays fp32 when others are bf16. rounded:
+    the moves see it in the dtype of the activations.
     """
 
     shape: tuple[int, ...]
@@ -79,6 +80,7 @@ class Parameter:
     missing_last: int = 0
     decay: str = "vector"
     float32: bool = False
+    rounded: bool = False
 
 
 @dataclasses.dataclass(frozen=True)

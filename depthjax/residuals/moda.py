@@ -32,9 +32,10 @@ class MoDA(Residual):
     before rotation), the MLP a projection of its input. The attention of layer i then has, beside
     the sequence, the 2 i entries of its own token in one softmax. The last MLP has no projection,
     as nothing would read it. Init: truncated normal of 0.02. Adds (L - 1) 2 D K E parameters.
-    History: 2 L rows of keys and values [..., K, E], zero until written.
+    History: 2 L - 2 rows of keys and values [..., K, E], zero until written; none for the last
+    layer, whose entries nothing reads.
 
-    The attention must play along: `read` hands it ctx = (keys [2 L, ..., K, E] without rotation,
+    The attention must play along: `read` hands it ctx = (keys [N, ..., K, E] without rotation,
     values alike, count), of which it takes the first `count` entries of a token into its softmax,
     and `write` wants aux = (key, value), both [..., K, E], the key before rotation.
     `depthjax.layers.Attention` does.
@@ -69,14 +70,16 @@ class MoDA(Residual):
         declared = self.plain.parameters(layers, width)
         init = jax.nn.initializers.truncated_normal(0.02, lower=-3.0, upper=3.0)
         shape = (width, 2, self.kv_heads, self.head_dim)
-        projection = {"kv_proj": Parameter(shape, init, missing_last=1, decay="matrix")}
+        options = {"missing_last": 1, "decay": "matrix", "rounded": True}
+        projection = {"kv_proj": Parameter(shape, init, **options)}
         return {**declared, "mlp": {**declared["mlp"], **projection}}
 
     def begin(self, embedding, layers):
         zero = jnp.zeros_like(embedding[..., :1, None])
         entry = jnp.broadcast_to(zero, (*embedding.shape[:-1], self.kv_heads, self.head_dim))
         entries = {"key": entry, "value": entry}
-        cache = jax.tree.map(lambda entry: empty_history(entry, 2 * layers), entries)
+        rows = max(self.rows_before(2 * layers), 1)  # a single layer leaves its row empty
+        cache = jax.tree.map(lambda entry: empty_history(entry, rows), entries)
         return {"stream": embedding, "entry": entries}, cache
 
     def read(self, params, carry, history, s):
@@ -94,13 +97,19 @@ class MoDA(Residual):
         if aux is None and "kv_proj" not in params:
             raise ValueError(f"{self.name} needs what attention keeps: write with aux=(key, value)")
         entry = carry["entry"] if aux is None else dict(zip(("key", "value"), aux, strict=True))
-        return {**carry, "stream": stream}, (entry, s, True)
+        # Of what the MLP's read left nothing is needed any more, nor has it a cotangent.
+        empty = jax.tree.map(jnp.zeros_like, entry)
+        return {"stream": stream, "entry": empty}, (
+            entry,
+            s,
+            s < self.rows_before(2 * self._layers),
+        )
 
     def finish(self, params, carry, history):
         return self.plain.finish(params, carry["stream"], {})
 
     def rows_before(self, s):
-        return s
+        return min(s, 2 * self._layers - 2)
 
     def stream(self, carry):
         return carry["stream"]

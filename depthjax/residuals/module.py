@@ -37,12 +37,19 @@ def init_params(
     return params
 
 
-def layered(rule: Residual, params: Params, *, layers: int, width: int) -> dict[str, Any]:
+def layered(
+    rule: Residual, params: Params, *, layers: int, width: int, dtype: Any = None
+) -> dict[str, Any]:
     """Parameters and constants of all layers, those of a kind all [L, ...], as a scan over depth
-    wants them: rows that a layer lacks are zeros here, exist nowhere else, and get no gradient."""
+    wants them: rows that a layer lacks are zeros here, exist nowhere else, and get no gradient.
+
+    dtype: of the activations, which parameters that say so are rounded to (None: none are).
+    """
     declared = rule.parameters(layers, width)
 
     def pad(value: jax.Array, p: Parameter) -> jax.Array:
+        # Rounded first: with its gradient, what is padded is a copy of the parameter.
+        value = value.astype(dtype or value.dtype) if p.rounded else value
         return jnp.pad(value, [(p.first_layer, p.missing_last)] + [(0, 0)] * (value.ndim - 1))
 
     tree = {k: {n: pad(v, declared[k][n]) for n, v in params[k].items()} for k in KINDS}
@@ -166,7 +173,8 @@ class ResidualModule(nnx.Module):
 
     def layered(self) -> dict[str, Any]:
         """The same with all rows, and the constants: see the function `layered`."""
-        return layered(self.rule, self.params(), layers=self.layers, width=self.width)
+        sizes = {"layers": self.layers, "width": self.width}
+        return layered(self.rule, self.params(), **sizes, dtype=self.dtype)
 
     def sublayer_params(self, s: int) -> dict[str, jax.Array]:
         """What the variant's own `read` and `write` take at sublayer s."""
