@@ -39,10 +39,10 @@ def test_the_plain_step_takes_no_more_than_maxtext():
         ("block_attnres", 70, 1.10),
         ("full_attnres", 16, 1.15),
         ("full_attnres", 32, 1.15),
-        ("full_attnres", 70, 1.20),  # 71 rows more than the layers' inputs alone make 1.17
+        ("full_attnres", 70, 1.20),  # 71 rows more than the layers' inputs alone make 1.18
         ("hc", 32, 1.45),
         ("mhc", 32, 1.45),
-        ("moda", 32, 2.15),
+        ("moda", 32, 2.10),
     ],
 )
 def test_peak_against_the_plain_step(variant, layers, at_most):
@@ -52,7 +52,8 @@ def test_peak_against_the_plain_step(variant, layers, at_most):
 def test_groups_of_layers_take_less():
     grouped = entry("block_attnres", remat="group", remat_group=4)
     assert grouped.peak_bytes < entry("block_attnres").peak_bytes
-    assert grouped.peak_bytes <= 1.03 * entry("pre_ln").peak_bytes
+    assert grouped.peak_bytes < entry("pre_ln").peak_bytes
+    assert grouped.flops_compiled <= 1.25 * entry("block_attnres").flops_compiled
 
 
 @pytest.mark.parametrize("variant", ["pre_ln", "block_attnres", "full_attnres"])
