@@ -21,11 +21,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from depthjax.kernels import depth_mix, depth_read, phase1, phase2
-from depthjax.kernels.mosaic_gpu import fits, gather, mixture, queries, queries_backward, two_phase
+from depthjax.kernels import depth_mix, depth_read, phase1, phase2, read_streams
+from depthjax.kernels.mosaic_gpu import (
+    fits,
+    gather,
+    mixture,
+    queries,
+    queries_backward,
+    streams,
+    two_phase,
+)
+from depthjax.residuals import ATTENTION, REGISTRY
 
 EPS, EPS_OUT = 1e-6, 1e-5
-ROWS, LIVE, QUERIES = 9, 8, 8
+ROWS, LIVE, QUERIES, STREAMS = 9, 8, 8, 4
 SOURCE = 1  # whose cotangent is gathered
 PEAKS = {"H100": 3352e9, "H200": 4800e9}  # bytes a second, NVIDIA's data sheets (SXM)
 TOLERANCE = 1e-2
@@ -124,6 +133,28 @@ def naive_gather(rows, last, directions, lse, delta):
     return jnp.sum(a[..., None] * cotangents, axis=0) + by_v, jnp.pad(du, [(index, 0), (0, 0)])
 
 
+def naive_streams(h, read, transport, scale):
+    z = jnp.einsum("mt,mtd->td", read, up(h), precision="highest")
+    mixed = jnp.einsum("nmt,mtd->ntd", transport, up(h), precision="highest")
+    return rms(z, EPS) * scale, mixed
+
+
+def naive_streams_dots(h, by_x, by_mixed, read, scale):
+    h, by_x, by_mixed = map(up, (h, by_x, by_mixed))
+    z = jnp.einsum("mt,mtd->td", read, h, precision="highest")
+    dots = [jnp.sum(row * h, axis=-1) for row in (scale * by_x, z)]
+    return *dots, jnp.einsum("ntd,mtd->nmt", by_mixed, h, precision="highest")
+
+
+def naive_streams_spread(h, by_x, by_mixed, r, k, read, own, transport, scale, columns, factors):
+    h, by_x, by_mixed = map(up, (h, by_x, by_mixed))
+    z = jnp.einsum("mt,mtd->td", read, h, precision="highest")
+    by = read[..., None] * (r[:, None] * scale * by_x - k[:, None] * z) + own[..., None] * h
+    by += jnp.einsum("nmt,ntd->mtd", transport, by_mixed, precision="highest")
+    by += jnp.einsum("cmt,cd->mtd", factors, columns, precision="highest")
+    return by, jnp.sum(by_x * z * r[:, None], axis=0)
+
+
 def mix_inputs(tokens, width):
     directions = 0.02 * wide(2, width), 1 + 0.1 * wide(3, width)
     return normal(0, ROWS, tokens, width), normal(1, tokens, width), *directions
@@ -154,6 +185,49 @@ def phase_one_backward_inputs(tokens, width):
     _, lse = naive_phase_one(rows, directions)
     cotangents = normal(2, QUERIES, tokens, width), wide(3, QUERIES, tokens)
     return rows, directions, lse, *cotangents, wide(4, ROWS, tokens, width)
+
+
+def streams_inputs(tokens, width):
+    h, m = normal(0, STREAMS, tokens, width), STREAMS
+    return h, wide(1, m, tokens), wide(2, m, m, tokens), 1 + 0.1 * wide(3, width)
+
+
+def streams_cotangents(tokens, width):
+    return normal(4, tokens, width), normal(5, STREAMS, tokens, width)
+
+
+def streams_dots_inputs(tokens, width):
+    h, read, _, scale = streams_inputs(tokens, width)
+    return h, *streams_cotangents(tokens, width), read, scale
+
+
+def streams_spread_inputs(tokens, width):
+    h, read, transport, scale = streams_inputs(tokens, width)
+    small = wide(6, tokens), wide(7, tokens), read, wide(8, STREAMS, tokens), transport
+    columns = wide(9, STREAMS + 2, width), wide(10, STREAMS + 2, STREAMS, tokens)
+    return h, *streams_cotangents(tokens, width), *small, scale, *columns
+
+
+def connectors(variant, width):
+    """(rule, shapes of its parameters, names of those that `weigh` sees) of a sublayer."""
+    rule = REGISTRY[variant](streams=STREAMS)
+    shapes = {name: p.shape for name, p in rule.connection(ATTENTION, width).items()}
+    return rule, shapes, sorted(set(shapes) - set(rule.projections))
+
+
+def read_streams_inputs(variant, tokens, width):
+    """Streams, the norm's scale (far from 1: a cotangent along the result would leave nothing of
+    the read's), columns, and what `weigh` sees."""
+    rule, shapes, gates = connectors(variant, width)
+    params = {name: 0.3 * wide(i + 1, *shape) for i, (name, shape) in enumerate(shapes.items())}
+    columns, scale = width**-0.5 * rule.columns(params), wide(30, width)
+    return normal(31, STREAMS, tokens, width), scale, columns, *(params[name] for name in gates)
+
+
+def read_streams_of(variant, form, h, scale, columns, *gates):
+    rule, _, names = connectors(variant, h.shape[-1])
+    gates = dict(zip(names, gates, strict=True))
+    return read_streams(rule.weigh, EPS, gates, columns, scale, h, implementation=form)
 
 
 CASES = (
@@ -216,6 +290,29 @@ CASES = (
         naive_gather,
         moved=ROWS - SOURCE + 3,
     ),
+    Case(
+        "streams",
+        streams_inputs,
+        lambda *arrays: streams.mix(*arrays, EPS),
+        naive_streams,
+        moved=2 * STREAMS + 1,
+    ),
+    Case(
+        "streams' dots",
+        streams_dots_inputs,
+        streams.dots,
+        naive_streams_dots,
+        moved=2 * STREAMS + 1,
+    ),
+    Case(
+        "streams' cotangents",
+        streams_spread_inputs,
+        lambda h, by_x, by_mixed, r, k, read, own, transport, *others: streams.spread(
+            h, by_x, by_mixed, (r, k, read, own, transport), *others
+        ),
+        naive_streams_spread,
+        moved=3 * STREAMS + 1,
+    ),
 )
 
 
@@ -268,6 +365,15 @@ PUBLIC = (
             implementation=form,
         ),
         moved=13,
+    ),
+    *(
+        pulled(
+            f"read_streams, {variant}",
+            functools.partial(read_streams_inputs, variant),
+            functools.partial(read_streams_of, variant),
+            moved=9 * STREAMS + 3,
+        )
+        for variant in ("hc", "mhc")
     ),
 )
 """Public functions with their gradients, which do not alter arrays in place here. Their values are
@@ -329,7 +435,7 @@ def main() -> int:
     peak = next((rate for name, rate in PEAKS.items() if name in kind), PEAKS["H100"])
     print(f"jax {jax.__version__}, {kind}, {LIVE} live rows, {QUERIES} queries, bf16")
     print(
-        f"{'kernel':18}{'D':>6}  {'error':>8}  {'us':>9}  {'GB/s':>8}  {'share':>6}  {'gain':>10}"
+        f"{'kernel':20}{'D':>6}  {'error':>8}  {'us':>9}  {'GB/s':>8}  {'share':>6}  {'gain':>10}"
     )
     failed = False
     for width in (256,) if options.dry_run else (1024, 4096, 7168):
@@ -340,7 +446,7 @@ def main() -> int:
             times = "" if options.dry_run else timings(case, options.tokens, width, peak)
             failed |= error > TOLERANCE
             mark = "  WRONG" if error > TOLERANCE else ""
-            print(f"{case.name:18}{width:6}  {error:8.1e}  {times}{mark}", flush=True)
+            print(f"{case.name:20}{width:6}  {error:8.1e}  {times}{mark}", flush=True)
     return int(failed)
 
 

@@ -108,6 +108,12 @@ def tokens_of(x: jax.Array, axis: int) -> tuple[int, int | None]:
     return (sizes[0] if sizes else 1), (sizes[1] if len(sizes) > 1 else None)
 
 
+def over_tokens(function: Callable, rows: jax.Array, in_axes: Any, out_axes: Any) -> Callable:
+    """`over_batch` of a kernel for the tokens of rows [N, B, ..., D]."""
+    batch, length = tokens_of(rows, 1)
+    return over_batch(function, batch, in_axes, out_axes, length=length, kernel=True)
+
+
 def over_rows_and_heads(function: Callable, batch: int, heads: int) -> Callable:
     """`function` of arrays [B, T, H, ...], which returns such arrays, on each device's rows and
     heads: for kernels, which the compiler cannot divide. Devices along other axes of the mesh do

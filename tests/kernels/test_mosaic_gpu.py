@@ -22,7 +22,7 @@ from jax.sharding import PartitionSpec as P
 
 from depthjax.aot.topology import devices_of, prepare_environment, target
 from depthjax.errors import InputError
-from depthjax.kernels import depth_mix, gather_rows, mix_rows, phase1
+from depthjax.kernels import depth_mix, gather_rows, mix_rows, phase1, read_streams
 from depthjax.kernels.choice import choose
 from depthjax.kernels.mosaic_gpu import (
     fits,
@@ -31,8 +31,11 @@ from depthjax.kernels.mosaic_gpu import (
     parts,
     queries,
     queries_backward,
+    streams,
     two_phase,
+    warpgroup,
 )
+from depthjax.residuals import ATTENTION, MHCStatic
 
 pytestmark = pytest.mark.jax_version
 H100 = "NVIDIA H100 80GB HBM3"
@@ -60,7 +63,7 @@ every_kernel = pytest.mark.parametrize("case", check.CASES, ids=lambda case: cas
 @pytest.fixture
 def simulation(monkeypatch):
     """Of few rows and queries, to be quick."""
-    for name, size in (("ROWS", 4), ("LIVE", 3), ("QUERIES", 3)):
+    for name, size in (("ROWS", 4), ("LIVE", 3), ("QUERIES", 3), ("STREAMS", 2)):
         monkeypatch.setattr(check, name, size)
     from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
 
@@ -228,6 +231,57 @@ def test_cotangents_of_queries_in_parts(monkeypatch, count, queries, registers):
     assert_close(actual[0][:count], before[:count] + by_rows)
     np.testing.assert_array_equal(actual[0][count:], before[count:])
     assert_close(actual[1], du)
+
+
+@simulated
+def test_streams_in_parts_of_the_features(monkeypatch):
+    """Two parts, whose blocks take all tokens; with columns of each stream."""
+    monkeypatch.setattr(parts, "IN_REGISTERS", 512)
+    monkeypatch.setattr(warpgroup, "PROCESSORS", 1)
+    monkeypatch.setattr(warpgroup, "SHARED_BYTES", 0)
+    h, c, g = normal(0, 2, 3, 256), normal(1, 3, 256), normal(2, 2, 3, 256)
+    r, k, own = normal(3, 3), normal(4, 3), normal(5, 2, 3)
+    read, transport, scale = normal(6, 2, 3), normal(7, 2, 2, 3), normal(8, 256)
+    weights = r, k, read, own, transport
+    columns, factors = normal(9, 5, 2, 256), normal(10, 5, 3)
+    for actual, expected in zip(
+        streams.dots(h, c, g, read, scale),
+        check.naive_streams_dots(h, c, g, read, scale),
+        strict=True,
+    ):
+        assert_close(actual, expected)
+    by, by_scale = streams.spread(h, c, g, weights, scale, columns, factors)
+    nothing = jnp.zeros((1, 256)), jnp.zeros((1, 2, 3))
+    expected = check.naive_streams_spread(h, c, g, *weights, scale, *nothing)
+    assert_close(by, expected[0] + jnp.einsum("ct,cmd->mtd", factors, columns))
+    assert_close(by_scale, expected[1])
+
+
+@simulated
+@pytest.mark.parametrize("magnitude", [1e-4, 1e4])
+def test_streams_of_any_magnitude(magnitude):
+    """Without columns; the norm is ruled by eps where they are small."""
+    rule = MHCStatic(streams=2, sinkhorn_rounds=3)
+    h, g = magnitude * normal(0, 2, 2, 128), normal(1, 2, 128)
+    shapes = {name: p.shape for name, p in rule.connection(ATTENTION, 128).items()}
+    gates = {name: normal(i, *shape) for i, (name, shape) in enumerate(shapes.items())}
+
+    def run(form, h, g, gates):
+        def read(h, gates):
+            x, mixed, _ = read_streams(
+                rule.weigh, 1e-6, gates, None, jnp.ones(128), h, implementation=form
+            )
+            return x, mixed / magnitude
+
+        out, pull = jax.vjp(read, h, gates)
+        by_h, by_gates = pull((g, jnp.stack([g, -g])))
+        return out, by_h, by_gates
+
+    actual = run("mosaic_gpu", h, g, gates)
+    with jax.enable_x64(True):
+        wide = jax.tree.map(lambda x: jnp.asarray(np.asarray(x, np.float64)), (h, g, gates))
+        expected = jax.tree.map(np.asarray, run("xla", *wide))
+    jax.tree.map(lambda a, b: assert_close(a, b, 2e-5), actual, expected)
 
 
 @simulated

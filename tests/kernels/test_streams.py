@@ -140,13 +140,20 @@ def test_no_races():
     assert not interpreter.races.races_found
 
 
-def test_no_form_for_gpus_or_float64():
-    rule = HC(streams=2)
-    given = example(rule, 16, 128, jnp.float32)
-    with pytest.raises(ValueError, match="have no mosaic_gpu form: give 'xla' or None"):
-        run(rule, "mosaic_gpu", *given)
+@pytest.mark.parametrize("form", ["mosaic_tpu", "mosaic_gpu"])
+def test_no_form_for_float64(form):
+    given = example(HC(streams=2), 16, 128, jnp.float32)
     with (
         jax.enable_x64(True),
-        pytest.raises(ValueError, match="have no mosaic_tpu form: give 'xla' or None"),
+        pytest.raises(ValueError, match=f"have no {form} form: give 'xla' or None"),
     ):
-        run(rule, "mosaic_tpu", *jax.tree.map(lambda x: x.astype(jnp.float64), given))
+        run(HC(streams=2), form, *jax.tree.map(lambda x: x.astype(jnp.float64), given))
+
+
+@pytest.mark.parametrize(
+    ("rule", "width"), [(HC(), 72), (HC(streams=16), 7168), (HC(streams=1), 128)]
+)
+def test_streams_that_no_gpu_takes(rule, width):
+    given = jax.eval_shape(lambda: example(rule, 2, width, jnp.float32))
+    with pytest.raises(ValueError, match="have no mosaic_gpu form: give 'xla' or None"):
+        jax.eval_shape(functools.partial(run, rule, "mosaic_gpu"), *given)

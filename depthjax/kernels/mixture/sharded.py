@@ -13,7 +13,7 @@ from depthjax.kernels import mosaic_gpu
 from depthjax.kernels.choice import Implementation, choose
 from depthjax.kernels.mixture import mosaic_tpu, mosaic_tpu_backward, mosaic_tpu_gather, tiles
 from depthjax.kernels.mixture.rule import PLAIN
-from depthjax.kernels.over_mesh import over_batch, tokens_of
+from depthjax.kernels.over_mesh import over_tokens
 
 
 class Cotangents(NamedTuple):
@@ -72,7 +72,7 @@ def mix(form, rows, count, newest, direction, eps, scale=None, dtype=jnp.float32
 
     given = (*_with_batch(rows, newest), direction, jnp.asarray(eps), scale)
     axes, (given, count_axis) = (1, 0, None, None, None), _and_count(given, count)
-    run = _over_tokens(local, given[0], (*axes, *count_axis), (0, 0))
+    run = over_tokens(local, given[0], (*axes, *count_axis), (0, 0))
     out, lse = run(*given)
     return out.reshape(shape), lse.reshape(shape[:-1])
 
@@ -96,7 +96,7 @@ def mix_backward(
     arrays = [*_with_batch(rows, newest), *reversed(_with_batch(d_rows, cotangent))]
     given, count_axis = _and_count((*arrays, direction, jnp.asarray(eps), scale), count)
     in_axes, out_axes = (1, 0, 0, 1, None, None, None, *count_axis), Cotangents(1, 0, None, None)
-    found = _over_tokens(local, given[0], in_axes, out_axes)(*given)
+    found = over_tokens(local, given[0], in_axes, out_axes)(*given)
     own = None if newest is None else found.newest.reshape(newest.shape)
     return found._replace(rows=found.rows.reshape(shape), newest=own)
 
@@ -115,16 +115,10 @@ def gather(form, rows, index, last, directions, lse, delta, eps, dtype):
         return dv.reshape(last.shape), _sum_over(axes, du)
 
     in_axes = (1, None, 0, None, 1, 1, None)
-    run = _over_tokens(local, rows, in_axes, (0, None))
+    run = over_tokens(local, rows, in_axes, (0, None))
     scalars = jnp.asarray(index, jnp.int32), jnp.asarray(eps)
     dv, du = run(rows, scalars[0], last, directions, lse, delta, scalars[1])
     return dv.reshape(shape[1:]), du
-
-
-def _over_tokens(local, rows: jax.Array, in_axes, out_axes):
-    """`over_batch` for the tokens of rows [N, B, ..., D]."""
-    batch, length = tokens_of(rows, 1)
-    return over_batch(local, batch, in_axes, out_axes, length=length, kernel=True)
 
 
 def _with_batch(rows: jax.Array | None, newest: jax.Array | None) -> tuple[Any, Any]:

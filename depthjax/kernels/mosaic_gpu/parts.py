@@ -72,6 +72,10 @@ class Queries:
         full = jnp.full(self.shape[:1], value, jnp.float32)
         return plgpu.layout_cast(full, self.of_queries)
 
+    def full_of_features(self, value):
+        full = jnp.full(self.shape[1:], value, jnp.float32)
+        return plgpu.layout_cast(full, self.of_features)
+
 
 class Parts:
     """How a kernel's blocks divide tokens and features: block b takes part b % parts and, of the

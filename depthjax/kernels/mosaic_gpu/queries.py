@@ -39,10 +39,10 @@ def phase_one(rows, directions, count, eps):
         halves = jnp.split(directions, [queries // 2])
         results = [phase_one(rows, x, count, eps) for x in halves]
         return tuple(jnp.concatenate(x) for x in zip(*results, strict=True))
-    products, squares = _products(rows, count, directions, part)
+    found, squares = products(rows, count, directions)
     live = jnp.arange(rows.shape[0]) < count
-    rho = lax.rsqrt(jnp.sum(squares, axis=0) / width + eps)
-    e = jnp.where(live[:, None], jnp.sum(products, axis=0) * rho[..., None], -jnp.inf)
+    rho = lax.rsqrt(squares / width + eps)
+    e = jnp.where(live[:, None], found * rho[..., None], -jnp.inf)
     lse = jax.nn.logsumexp(e, axis=1)
     p = jnp.where(e > -jnp.inf, jnp.exp(e - lse[:, None]), 0)
     return _weigh(rows, count, p, part), lse.T
@@ -95,13 +95,14 @@ def _online(rows, count, directions, eps):
     return mixtures, lse.T
 
 
-def _products(rows, count, directions, part):
-    """(u_s . v_i [parts, T, N, S], |v_i|^2 [parts, T, N]) over each part of the features; those of
-    dead rows hold anything."""
+def products(rows, count, directions):
+    """(u_s . v_i [T, N, S], |v_i|^2 [T, N]) in fp32; those of dead rows hold anything. directions:
+    fp32, so few that `part_of` finds a part."""
     queries, width = directions.shape
     sources, tokens, _ = rows.shape
+    part = part_of(queries, width)
     divided = Parts([rows], part, 2 * queries + 2)
-    live = mean_rows(rows)
+    live = count if isinstance(count, int) else mean_rows(rows)
     of = Queries(queries, part)
 
     def body(block, count_ref, rows_ref, u_ref, products_ref, squares_ref, *, buffers, arrived):
@@ -130,7 +131,8 @@ def _products(rows, count, directions, part):
         ),
         divided.scratch,
     )
-    return kernel(wg.integers(count), rows, directions)
+    found, squares = kernel(wg.integers(count), rows, directions)
+    return jnp.sum(found, axis=0), jnp.sum(squares, axis=0)
 
 
 def _weigh(rows, count, weights, part):

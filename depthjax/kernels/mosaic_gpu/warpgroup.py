@@ -20,12 +20,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from depthjax.kernels.choice import gpu_interpreter
-from depthjax.kernels.mosaic_gpu import LANES
+from depthjax.kernels.mosaic_gpu import LANES, SHARED_BYTES
 
 PROCESSORS = 132
 """Streaming multiprocessors of an H100 or H200; on a larger chip the others idle."""
-SHARED_BYTES = 224 * 1024
-"""Shared memory of a processor that its blocks divide, less what the compiler keeps."""
 AHEAD_BYTES = 32 * 1024
 """A block's bytes under way: with two blocks a processor, the latency of HBM at its bandwidth."""
 

@@ -22,7 +22,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from depthjax.kernels.choice import tpu_interpreter
-from depthjax.kernels.over_mesh import FLAT, over_batch, tokens_of
+from depthjax.kernels.over_mesh import FLAT, over_tokens
 from depthjax.kernels.streams.blocks import (
     LANES,
     Blocks,
@@ -37,7 +37,7 @@ from depthjax.kernels.streams.blocks import (
     total,
     vmem_limit,
 )
-from depthjax.kernels.streams.spelling import spelled_out
+from depthjax.kernels.streams.spelling import pull_weights, spelled_out
 
 
 def fits(streams: jax.Array, columns: jax.Array | None) -> bool:
@@ -60,7 +60,7 @@ def forward(weigh, eps, gates, columns, scale, streams):
         return x.reshape(streams.shape[1:]), mixed.reshape(streams.shape), write, small
 
     axes = (None, None, None, 1), (0, 1, 1, FLAT)
-    run = _over_tokens(local, streams, *axes)
+    run = over_tokens(local, streams, *axes)
     *results, small = run(gates, columns, scale, streams)
     return tuple(results), small
 
@@ -80,14 +80,8 @@ def backward(weigh, eps, gates, columns, scale, streams, small, by_x, by_mixed, 
         return *by_params, by_streams.reshape(streams.shape)
 
     axes = (None, None, None, 1, FLAT, 0, 1, 1), (None, None, None, 1)
-    run = _over_tokens(local, streams, *axes)
+    run = over_tokens(local, streams, *axes)
     return run(gates, columns, scale, streams, small, by_x, by_mixed, by_write)
-
-
-def _over_tokens(local, streams, in_axes, out_axes):
-    """`over_batch` for the tokens of streams [m, B, ..., D]."""
-    batch, length = tokens_of(streams, 1)
-    return over_batch(local, batch, in_axes, out_axes, length=length, kernel=True)
 
 
 def _flatten(gates, blocks):
@@ -376,13 +370,11 @@ def _pull(b, weigh, eps, gates, small_ref, by_write_ref, dots_ref):
     measured = b.measured(small_ref)
     with spelled_out():
         (read, _, transport), pull = jax.vjp(weigh, gates, *measured)
-        r = jax.lax.rsqrt(jnp.sum(read * by_z, axis=0) / b.width + eps)
-        k = r * r * r * (jnp.sum(read * by_u, axis=0) / b.width)
-        by_read = r * by_u - k * by_z
-        by_gates, *by_measured = pull((by_read, rows_of(by_write_ref, 0, m), by_transport))
+        dots, by_write = (by_u, by_z, by_transport), rows_of(by_write_ref, 0, m)
+        norm, by_gates, by_measured = pull_weights(pull, eps, b.width, read, dots, by_write)
     by_squares = by_measured[-1] * (2 / b.width)
     flat = [transport[t, j] for t in range(m) for j in range(m)]
-    return [r, k, *read, *by_squares, *flat], by_gates, by_measured
+    return [*norm, *read, *by_squares, *flat], by_gates, by_measured
 
 
 def _last_two(x):

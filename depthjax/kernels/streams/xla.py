@@ -30,13 +30,15 @@ def stream_products(
     columns = columns.astype(squares.dtype)
     # One product a stream: a batched one would copy the streams.
     if columns.ndim == 2:
-        products = [_exact("dc,...d->c...", columns, stream) for stream in jnp.unstack(streams)]
+        products = [
+            exact_product("dc,...d->c...", columns, stream) for stream in jnp.unstack(streams)
+        ]
         return jnp.stack(products, axis=1), squares
     pairs = zip(columns, jnp.unstack(streams), strict=True)
-    return sum(_exact("dc,...d->c...", *pair) for pair in pairs), squares
+    return sum(exact_product("dc,...d->c...", *pair) for pair in pairs), squares
 
 
-def _exact(subscripts, small, streams):
+def exact_product(subscripts, small, streams):
     """einsum in the precision of `small`, fp32 or wider, whose last subscript is not summed.
 
     For bf16 streams `small` is split into three terms of bf16, beside each other: that is as exact
@@ -113,17 +115,18 @@ def backward(weigh, eps, gates, columns, scale, streams, small, by_x, by_mixed, 
     by_streams += (by_squares * (2 / streams.shape[-1]))[..., None] * at_least_float32(streams)
     by_columns = None
     if columns is not None:
-        by_columns = _by_columns(by_products, streams, columns.ndim)
+        by_columns = columns_cotangent(by_products, streams, columns.ndim)
         by_streams += _by_products(by_products, columns.astype(by_products.dtype))
     return by_gates, by_columns, by_scale, by_streams.astype(streams.dtype)
 
 
-def _by_columns(by_products, streams, ndim):
+def columns_cotangent(by_products, streams, ndim):
+    """That of columns with `ndim` axes, from those of the products."""
     if ndim == 2:
         pairs = zip(jnp.unstack(by_products, axis=1), jnp.unstack(streams), strict=True)
-        return sum(_exact("c...,...d->dc", *pair) for pair in pairs)
+        return sum(exact_product("c...,...d->dc", *pair) for pair in pairs)
     return jnp.stack(
-        [_exact("c...,...d->dc", by_products, stream) for stream in jnp.unstack(streams)]
+        [exact_product("c...,...d->dc", by_products, stream) for stream in jnp.unstack(streams)]
     )
 
 
