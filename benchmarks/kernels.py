@@ -202,12 +202,12 @@ def cycles(text: str, steps: int) -> int:
 def compiled(chip: str, only: str, widths: Sequence[int], queries: Sequence[int], tokens: int):
     """Prints a JSON line a function and size, of one chip; the process was started for it alone,
     with LIBTPU_INIT_ARGS that write the schedules to the folder in DUMP."""
-    from depthjax.aot.topology import mesh_axes, mesh_of, prepare_environment, target
+    from depthjax.aot.topology import devices_of, prepare_environment, target
 
     wanted = target(TOPOLOGIES[chip])
     prepare_environment(wanted)
-    mesh = mesh_of(wanted, mesh_axes(None, wanted.devices))
-    one = jax.sharding.Mesh(mesh.devices[:1], ("data",), axis_types=mesh.axis_types)
+    automatic = (jax.sharding.AxisType.Auto,)
+    one = jax.sharding.Mesh(devices_of(wanted)[:1], ("data",), axis_types=automatic)
     everywhere = jax.sharding.NamedSharding(one, jax.sharding.PartitionSpec())
     folder = pathlib.Path(os.environ["DUMP"])
     for case, sizes in chosen(only, widths, queries, tokens):

@@ -37,11 +37,14 @@ def launches(executable) -> int:
     return executable.as_text().count('custom_call_target="mosaic_gpu_v2"')
 
 
-@pytest.mark.parametrize(("name", "kernels"), [("block_attnres", 8), ("full_attnres", 9)])
+@pytest.mark.parametrize(
+    ("name", "kernels"), [("block_attnres", 8), ("full_attnres", 9), ("hc", 12), ("mhc", 8)]
+)
 @pytest.mark.parametrize("devices", [1, 2])
 def test_training_runs_the_kernels_and_copies_no_history(name, kernels, devices):
     """Of Block: the two readers of a layer forward, again and backward, and the final one. Of Full:
-    the two forward, gathering and mixing again, the final one twice, the embedding's gathering."""
+    the two forward, gathering and mixing again, the final one twice, the embedding's gathering. Of HC: both of a
+    layer measured and mixed, again, and backward two; mHC is measured by XLA."""
     executable = compiled(name, devices=devices)
     assert launches(executable) == kernels
     row = 2 * BATCH * LENGTH * WIDTH
