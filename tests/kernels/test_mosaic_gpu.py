@@ -31,11 +31,14 @@ from depthjax.kernels.mosaic_gpu import (
     parts,
     queries,
     queries_backward,
+    rounds,
     streams,
     two_phase,
     warpgroup,
 )
+from depthjax.kernels.streams.spelling import repeating
 from depthjax.residuals import ATTENTION, MHCStatic
+from depthjax.residuals.mhc import log_sinkhorn, sinkhorn
 
 pytestmark = pytest.mark.jax_version
 H100 = "NVIDIA H100 80GB HBM3"
@@ -234,6 +237,23 @@ def test_cotangents_of_queries_in_parts(monkeypatch, count, queries, registers):
 
 
 @simulated
+@pytest.mark.parametrize("algorithm", [sinkhorn, log_sinkhorn])
+def test_rounds_of_a_step(algorithm):
+    """Of a state alone, and of one beside arrays and numbers that every step sees."""
+    logits, c = normal(0, 3, 3, 128), normal(1, 3, 3, 128)
+
+    def run(logits, c):
+        matrix, pull = jax.vjp(lambda x: algorithm(x, 3), logits)
+        return matrix, *pull(c)
+
+    with repeating(rounds.repeat):
+        actual = jax.jit(run)(logits, c)
+    with jax.enable_x64(True):
+        expected = run(*(np.asarray(x, np.float64) for x in (logits, c)))
+    jax.tree.map(assert_close, actual, jax.tree.map(np.asarray, expected))
+
+
+@simulated
 def test_streams_in_parts_of_the_features(monkeypatch):
     """Two parts, whose blocks take all tokens; with columns of each stream."""
     monkeypatch.setattr(parts, "IN_REGISTERS", 512)
@@ -298,16 +318,28 @@ def on_chip(kind):
     return use_abstract_mesh(AbstractMesh((), (), abstract_device=device))
 
 
+def exported(function, arrays):
+    """The module of a program for an H100."""
+    with on_chip(H100):
+        return export.export(
+            jax.jit(function),
+            platforms=["cuda"],
+            disabled_checks=[export.DisabledSafetyCheck.custom_call("mosaic_gpu_v2")],
+        )(*arrays).mlir_module()
+
+
 @every_kernel
 def test_kernels_export_for_cuda(case):
     arrays = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in abstract_inputs(case, 100, 896)]
-    with on_chip(H100):
-        exported = export.export(
-            jax.jit(case.kernel),
-            platforms=["cuda"],
-            disabled_checks=[export.DisabledSafetyCheck.custom_call("mosaic_gpu_v2")],
-        )(*arrays)
-    assert "mosaic_gpu_v2" in exported.mlir_module()
+    assert "mosaic_gpu_v2" in exported(case.kernel, arrays)
+
+
+@pytest.mark.parametrize("algorithm", [sinkhorn, log_sinkhorn])
+def test_rounds_export_for_cuda(algorithm):
+    logits = jax.ShapeDtypeStruct((4, 4, 256), jnp.float32)
+    with repeating(rounds.repeat):
+        module = exported(jax.grad(lambda x: jnp.sum(algorithm(x, 20) ** 2)), [logits])
+    assert module.count("mosaic_gpu_v2") == 2
 
 
 def abstract_inputs(case, tokens, width):

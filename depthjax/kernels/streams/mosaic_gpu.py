@@ -2,16 +2,19 @@
 
 The kernels of `depthjax.kernels.mosaic_gpu.streams` make what has a feature: forward m in, m + 1
 out; backward twice 2 m + 1 in, m out. What the weights depend on is measured before, in one pass
-where all streams have the same few columns, and the weights are XLA's: numbers of a token. So are
-the products with many columns, and those that make the columns' cotangents, matrix products.
+where all streams have the same few columns. The weights, numbers of a token, are XLA's, but for
+rounds of the same step, which are one launch each way. XLA's are also the products with many
+columns, and those that make the columns' cotangents: matrix products.
 """
+
+import functools
 
 import jax
 import jax.numpy as jnp
 
 from depthjax.kernels import mosaic_gpu
 from depthjax.kernels.over_mesh import over_tokens
-from depthjax.kernels.streams.spelling import beside, pull_weights
+from depthjax.kernels.streams.spelling import beside, in_a_loop, pull_weights, repeating
 from depthjax.kernels.streams.xla import columns_cotangent, exact_product
 
 MOST_QUERIES = 8
@@ -36,7 +39,7 @@ def forward(weigh, eps, gates, columns, scale, streams):
     def local(_, gates, columns, scale, streams):
         flat = streams.reshape(len(streams), -1, streams.shape[-1])
         products, squares = _measure(flat, columns)
-        read, write, transport = weigh(beside(gates, 1), products, squares)
+        read, write, transport = _weigh(weigh, gates, products, squares)
         x, mixed = kernels.mix(flat, read, transport, scale, eps)
         small = [squares] if products is None else [squares, products]
         small = jnp.concatenate([each.reshape(-1, flat.shape[1]) for each in small])
@@ -57,9 +60,7 @@ def backward(weigh, eps, gates, columns, scale, streams, small, by_x, by_mixed, 
         flat, by_mixed = (each.reshape(m, -1, width) for each in (streams, by_mixed))
         by_x, by_write = by_x.reshape(-1, width), by_write.reshape(m, -1)
         measured = _measured(small.reshape(len(small), -1), m, columns)
-        (read, _, transport), pull = jax.vjp(
-            lambda gates, *measured: weigh(beside(gates, 1), *measured), gates, *measured
-        )
+        (read, _, transport), pull = jax.vjp(functools.partial(_weigh, weigh), gates, *measured)
         dots = kernels.dots(flat, by_x, by_mixed, read, scale)
         norm, by_gates, (by_products, by_squares) = pull_weights(
             pull, eps, width, read, dots, by_write
@@ -79,6 +80,26 @@ def backward(weigh, eps, gates, columns, scale, streams, small, by_x, by_mixed, 
     axes = (None, None, None, 1, 1, 0, 1, 1), (None, None, None, 1)
     run = over_tokens(local, streams, *axes)
     return run(gates, columns, scale, streams, small, by_x, by_mixed, by_write)
+
+
+def _weigh(weigh, gates, *measured):
+    """The weights of tokens in one axis, which is filled up for `rounds`."""
+    tokens = measured[-1].shape[-1]
+    missing = -tokens % mosaic_gpu.LANES
+
+    def fill(x):
+        return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, missing)])
+
+    with repeating(_repeat):
+        weights = weigh(beside(gates, 1), *jax.tree.map(fill, measured))
+    return jax.tree.map(lambda x: x[..., :tokens], weights)
+
+
+def _repeat(step, state, times):
+    from depthjax.kernels.mosaic_gpu import rounds
+
+    of_tokens = jax.tree.leaves(state)[0].shape[-1] > 1
+    return (rounds.repeat if of_tokens else in_a_loop)(step, state, times)
 
 
 def _measure(streams, columns):

@@ -37,7 +37,7 @@ from depthjax.kernels.streams.blocks import (
     total,
     vmem_limit,
 )
-from depthjax.kernels.streams.spelling import pull_weights, spelled_out
+from depthjax.kernels.streams.spelling import pull_weights, repeating, spelled_out
 
 
 def fits(streams: jax.Array, columns: jax.Array | None) -> bool:
@@ -186,7 +186,7 @@ def _forward_kernel(b, weigh, eps, unflatten, projects, gates_ref, *refs):
             small_ref[i, start : start + b.columns, :] = one
 
     jax.lax.fori_loop(0, b.groups, measure, None)
-    with spelled_out():
+    with repeating(spelled_out):
         read, write, transport = weigh(unflatten(gates_ref[...]), *b.measured(small_ref))
     put_rows(small_ref, 0, [*write, *read])
     put_rows(coefficients, 0, [*read, *(transport[t, j] for t in range(m) for j in range(m))])
@@ -368,7 +368,7 @@ def _pull(b, weigh, eps, gates, small_ref, by_write_ref, dots_ref):
     by_transport = [[dots_ref[:, (2 + j) * m + t, :] for j in range(m)] for t in range(m)]
     by_transport = jnp.stack([jnp.stack(x) for x in by_transport])
     measured = b.measured(small_ref)
-    with spelled_out():
+    with repeating(spelled_out):
         (read, _, transport), pull = jax.vjp(weigh, gates, *measured)
         dots, by_write = (by_u, by_z, by_transport), rows_of(by_write_ref, 0, m)
         norm, by_gates, by_measured = pull_weights(pull, eps, b.width, read, dots, by_write)

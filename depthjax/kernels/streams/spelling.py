@@ -8,27 +8,38 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-_SPELLED_OUT = contextvars.ContextVar("spelled_out", default=False)
-
-
-@contextlib.contextmanager
-def spelled_out():
-    """Makes `repeat` a straight line of steps: a kernel cannot differentiate a loop."""
-    token = _SPELLED_OUT.set(True)
-    try:
-        yield
-    finally:
-        _SPELLED_OUT.reset(token)
+Repeat = Callable[[Callable[[Any], Any], Any, int], Any]
 
 
 def repeat(step: Callable[[Any], Any], state: Any, times: int) -> Any:
-    """The state after `times` steps: one loop, whose steps the backward pass computes again."""
-    if _SPELLED_OUT.get():
-        for _ in range(times):
-            state = step(state)
-        return state
+    """The state after `times` steps, as `repeating` says."""
+    return _REPEAT.get()(step, state, times)
+
+
+@contextlib.contextmanager
+def repeating(run: Repeat):
+    """Makes `repeat` run so."""
+    token = _REPEAT.set(run)
+    try:
+        yield
+    finally:
+        _REPEAT.reset(token)
+
+
+def in_a_loop(step: Callable[[Any], Any], state: Any, times: int) -> Any:
+    """The default: one loop, whose steps the backward pass computes again."""
     again = jax.checkpoint(step)
     return jax.lax.scan(lambda state, _: (again(state), None), state, length=times)[0]
+
+
+def spelled_out(step: Callable[[Any], Any], state: Any, times: int) -> Any:
+    """A straight line of steps: a kernel cannot differentiate a loop."""
+    for _ in range(times):
+        state = step(state)
+    return state
+
+
+_REPEAT: contextvars.ContextVar[Repeat] = contextvars.ContextVar("repeat", default=in_a_loop)
 
 
 def beside(tree: Any, tokens: int) -> Any:
