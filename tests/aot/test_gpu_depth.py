@@ -38,7 +38,7 @@ def launches(executable) -> int:
 
 
 @pytest.mark.parametrize(
-    ("name", "kernels"), [("block_attnres", 8), ("full_attnres", 9), ("hc", 12), ("mhc", 16)]
+    ("name", "kernels"), [("block_attnres", 8), ("full_attnres", 9), ("hc", 12), ("mhc", 14)]
 )
 @pytest.mark.parametrize("devices", [1, 2])
 def test_training_runs_the_kernels_and_copies_no_history(name, kernels, devices):

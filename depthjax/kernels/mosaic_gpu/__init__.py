@@ -1,5 +1,5 @@
 """Depth kernels for NVIDIA GPUs from Hopper on (Mosaic GPU), over arrays, without gradients of
-their own. What `fits` refuses goes to the XLA form."""
+their own but for `rounds`. What `fits` refuses goes to the XLA form."""
 
 from typing import Any
 

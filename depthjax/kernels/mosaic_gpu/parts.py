@@ -77,30 +77,40 @@ class Queries:
         return plgpu.layout_cast(full, self.of_features)
 
 
-class Parts:
+class Divided:
     """How a kernel's blocks divide tokens and features: block b takes part b % parts and, of the
-    tokens, b // parts and every lanes-th one after it."""
+    tokens, b // parts and every lanes-th one after it.
 
-    def __init__(self, arrays, part: int, live: int):
-        _, self.tokens, width = arrays[0].shape
+    rows: [..., T, D]; shared_bytes, live: of a block, see `warpgroup.blocks_of`.
+    """
+
+    def __init__(self, rows, part: int, shared_bytes: int, live: int):
+        *_, self.tokens, width = rows.shape
         self.part, self.parts = part, width // part
-        a_step = part * sum(x.dtype.itemsize for x in arrays)
-        self.slots = wg.slots_of(a_step)
-        of_part = wg.blocks_of(self.tokens, self.slots * a_step, live, part)
-        self.lanes = max(1, of_part // self.parts)
+        blocks = wg.blocks_of(self.tokens * self.parts, shared_bytes, live, part)
+        self.lanes = min(self.tokens, max(1, blocks // self.parts))
         self.blocks = self.lanes * self.parts
-        self.scratch = {
-            "buffers": [plgpu.SMEM((self.slots, part), x.dtype) for x in arrays],
-            "arrived": plgpu.Barrier(
-                num_arrivals=len(arrays) * copies_of(part), num_barriers=self.slots
-            ),
-        }
 
     def of(self, block):
         """(part, its slice, lane, tokens of the lane)."""
         i, lane = lax.rem(block, self.parts), lax.div(block, self.parts)
         features = pl.ds(i * self.part, self.part)
         return i, features, lane, wg.tokens_of(lane, self.lanes, self.tokens)
+
+
+class Parts(Divided):
+    """The same, with a ring for a part of each of the arrays [N, T, D]."""
+
+    def __init__(self, arrays, part: int, live: int):
+        a_step = part * sum(x.dtype.itemsize for x in arrays)
+        self.slots = wg.slots_of(a_step)
+        super().__init__(arrays[0], part, self.slots * a_step, live)
+        self.scratch = {
+            "buffers": [plgpu.SMEM((self.slots, part), x.dtype) for x in arrays],
+            "arrived": plgpu.Barrier(
+                num_arrivals=len(arrays) * copies_of(part), num_barriers=self.slots
+            ),
+        }
 
     def ring(self, arrays, block, count, buffers, arrived) -> wg.Ring:
         """Steps: the live rows of one token after another, in each of the arrays."""

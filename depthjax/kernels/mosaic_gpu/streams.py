@@ -21,7 +21,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from depthjax.kernels.mosaic_gpu import warpgroup as wg
-from depthjax.kernels.mosaic_gpu.parts import Queries, part_of
+from depthjax.kernels.mosaic_gpu.parts import Divided, Queries, part_of
 
 MOST_FOR_COLUMNS = 64 * 1024
 """Bytes of shared memory that a block gives to columns where fewer features would do."""
@@ -96,31 +96,13 @@ def _weighted(weights, rows):
     return total
 
 
-class _Parts:
-    """How a backward kernel's blocks divide tokens and features: block b takes part b % parts and,
-    of the tokens, b // parts and every lanes-th one after it."""
-
-    def __init__(self, streams, part: int, shared_bytes: int):
-        m, self.tokens, width = streams.shape
-        self.part, self.parts = part, width // part
-        of_part = wg.blocks_of(self.tokens * self.parts, shared_bytes, 3 * m + 2, part)
-        self.lanes = min(self.tokens, max(1, of_part // self.parts))
-        self.blocks = self.lanes * self.parts
-
-    def of(self, block):
-        """(part, its slice, lane, tokens of the lane)."""
-        i, lane = lax.rem(block, self.parts), lax.div(block, self.parts)
-        features = pl.ds(i * self.part, self.part)
-        return i, features, lane, wg.tokens_of(lane, self.lanes, self.tokens)
-
-
 def dots(streams, by_x, by_mixed, read, scale):
     """(u . H_j [m, T], z . H_j [m, T], G_t . H_j [m, m, T]), all fp32.
 
     by_x: [T, D] and by_mixed: [m, T, D], the cotangents of what `mix` returned.
     """
     m, tokens, width = streams.shape
-    divided = _Parts(streams, part_of(m, width, arrays=2), 0)
+    divided = Divided(streams, part_of(m, width, arrays=2), 0, 3 * m + 2)
     of = Queries(m, divided.part)
 
     def body(block, streams_ref, by_x_ref, by_mixed_ref, read_ref, scale_ref, dots_ref):
@@ -165,7 +147,7 @@ def spread(streams, by_x, by_mixed, weights, scale, columns=None, by_products=No
     own = columns is not None and columns.ndim == 3
     held = count * (m if own else 1)
     part = _part(m, width, held)
-    divided = _Parts(streams, part, 4 * held * part)
+    divided = Divided(streams, part, 4 * held * part, 3 * m + 2)
     of = Queries(m, part)
 
     def body(block, streams_ref, by_x_ref, by_mixed_ref, scale_ref, *refs, **scratch):
