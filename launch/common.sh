@@ -19,6 +19,15 @@ need() { # NAME MEANING: an environment variable that has to be given
     [[ -n ${!1:-} ]] || fail "$1 is not set: give $2"
 }
 
+number() { # NAME LEAST MEANING: an environment variable that, where it is given, is a whole number
+    [[ -z ${!1:-} ]] || { [[ ${!1} =~ ^(0|[1-9][0-9]{0,5})$ ]] && ((${!1} >= $2)); } ||
+        fail "$1 is '${!1}': give $3, $2 or more"
+}
+
+check() { # CONFIG...: with CHECK, whether the run fits, told on stderr; scripts ask when all is given
+    [[ -z ${CHECK:-} ]] || run env TOPOLOGY="$CHECK" "$launch/aot_check.sh" "$@" >&2
+}
+
 run() { # COMMAND...: done, or with --dry-run only shown
     if $dry_run; then
         printf '%q ' "$@"
@@ -41,7 +50,3 @@ train=("${PYTHON:-python}" -m depthjax train "$1" --run.dir "$RUN_DIR" "${@:2}")
 cache=${JAX_COMPILATION_CACHE_DIR:-$(dirname "$RUN_DIR")/compile-cache}
 # Recorded in the run's environment.json, where the code is no git checkout.
 commit=${DEPTHJAX_COMMIT:-$(git -C "$launch" rev-parse HEAD 2>/dev/null || echo unknown)}
-
-if [[ -n ${CHECK:-} ]]; then
-    run env TOPOLOGY="$CHECK" "$launch/aot_check.sh" "$@"
-fi

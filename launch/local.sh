@@ -4,15 +4,18 @@
 #
 #   PROCESSES=2 DEVICES=2 RUN_DIR=runs/two launch/local.sh [--dry-run] CONFIG [--field value ...]
 #
-# SIGTERM and Ctrl-C stop the run at one step, the work saved. When a process dies, the others end,
-# and the script with the status of the first that failed; the same command continues the run.
+# SIGTERM and Ctrl-C stop the run at one step, the work saved. When a process dies, the script says
+# which, the others end, and the script with the status of the first that failed; the same command
+# continues the run.
 set -euo pipefail
 # shellcheck source=common.sh
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 
 processes=${PROCESSES:-2}
-[[ $processes =~ ^[1-9][0-9]*$ ]] || fail "PROCESSES is $processes: give 1 or more"
-[[ ${DEVICES:-1} =~ ^[1-9][0-9]*$ ]] || fail "DEVICES is $DEVICES: give 1 or more for each process"
+number PROCESSES 1 "the number of processes"
+number DEVICES 1 "the simulated devices of each process"
+number PORT 1 "a free port for the first process"
+check "$@"
 port=${PORT:-$("${train[0]}" -c 'import socket; s = socket.socket(); s.bind(("127.0.0.1", 0)); print(s.getsockname()[1])')}
 shared=(
     "DEPTHJAX_PROCESSES=$processes" "JAX_COORDINATOR_ADDRESS=127.0.0.1:$port"
@@ -23,6 +26,7 @@ if [[ -n ${DEVICES:-} ]]; then
 fi
 
 pids=()
+declare -A place # of a process id
 for ((i = 0; i < processes; i++)); do
     one=(env "${shared[@]}" "DEPTHJAX_PROCESS_ID=$i" "JAX_LOCAL_DEVICE_IDS=$i" "${train[@]}")
     if $dry_run; then
@@ -30,9 +34,20 @@ for ((i = 0; i < processes; i++)); do
     else
         "${one[@]}" &
         pids+=($!)
+        place[$!]=$i
     fi
 done
 $dry_run && exit
+
+in_words() { # STATUS that a process failed with
+    if (($1 == 2)); then
+        echo "did not start, and the others end with it: mend what it says, then run the same command"
+    elif (($1 > 128)); then
+        echo "was killed (SIG$(kill -l $(($1 - 128)))), and the others end with it; the same command continues the run"
+    else
+        echo "ended with status $1, and the others end with it; the same command continues the run"
+    fi
+}
 
 trap 'kill -TERM "${pids[@]}" 2>/dev/null || true' TERM
 trap 'true' INT # the terminal sends it to the processes as well, which save and end
@@ -49,7 +64,7 @@ while ((${#pids[@]} > 0)); do
         wait "$pid" || code=$?
         if ((code != 0 && status == 0)); then
             status=$code
-            echo "local.sh: process $pid ended with status $code, and the others with it; the same command continues" >&2
+            echo "local.sh: process ${place[$pid]} of $processes $(in_words "$code")" >&2
             # They say so by themselves, within jax's heartbeat of 30 s; then it is enough.
             (sleep 40 && kill -KILL "${pids[@]}") >/dev/null 2>&1 &
             watchdog=$!

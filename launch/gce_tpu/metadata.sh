@@ -6,8 +6,11 @@ need ZONE "the zone, such as us-east5-b"
 need IMAGE "the container image, by digest"
 need BUCKET "the name of a bucket with a hierarchical namespace"
 need HOSTS "the number of hosts of the slice"
+number HOSTS 1 "the number of hosts of the slice"
+number MAX_RESTARTS 0 "how often a run that was stopped starts again"
 mount=${MOUNT:-/shared}
 [[ $RUN_DIR == "$mount"/* ]] || fail "RUN_DIR is $RUN_DIR: give one below $mount, where the bucket is"
+check "$@"
 
 train[0]=python # that of the image
 here=$launch/gce_tpu

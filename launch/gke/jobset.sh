@@ -28,6 +28,12 @@ if [[ $device == tpu ]]; then
 fi
 mount=${MOUNT:-/shared}
 [[ $RUN_DIR == "$mount"/* ]] || fail "RUN_DIR is $RUN_DIR: give one below $mount, where the shared volume is"
+number HOSTS 1 "the number of hosts of a slice, or of GPU nodes"
+number SLICES 1 "the number of slices"
+number CHIPS 1 "the number of chips of a host"
+number MAX_RESTARTS 0 "how often a job that failed starts again"
+[[ $device == tpu || $slices == 1 ]] || fail "SLICES is $slices: GPU nodes have none, give HOSTS alone"
+check "$@"
 
 train[0]=python # that of the image
 quoted=$(python3 -c 'import json, sys; print(json.dumps(sys.argv[1:]))' "${train[@]}")

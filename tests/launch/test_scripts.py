@@ -230,14 +230,68 @@ def test_sky_ends_in_the_same_command():
         ("gke/jobset.sh", {**TPU, "RUN_DIR": "/tmp/x"}, "give one below /shared"),
         ("gke/xpk.sh", XPK, "GPU is not set"),
         ("gce_tpu/mig.sh", {**MIG, "MACHINE": ""}, "MACHINE is not set"),
+        ("slurm/train.sbatch", {"RUN_DIR": ""}, "RUN_DIR is not set"),
+        ("slurm/train.sbatch", {"ARRAY_CONFIGS": "/none"}, "ARRAY_CONFIGS is '/none'"),
         ("aot_check.sh", {}, "give TOPOLOGY"),
     ],
 )
 def test_what_is_missing_is_said(name, environment, missing):
     done = script(name, "--dry-run", *CONFIG, **environment)
     assert done.returncode == 2
-    assert missing in done.stderr
+    (line,) = done.stderr.splitlines()
+    assert missing in line
     assert done.stdout == ""
+
+
+NUMBERS = [
+    ("local.sh", {}, ["PROCESSES", "DEVICES", "PORT"]),
+    ("gke/jobset.sh", TPU, ["HOSTS", "SLICES", "CHIPS"]),
+    ("gke/xpk.sh", {**XPK, "TPU": "v5p-128"}, ["HOSTS", "SLICES"]),
+    ("gce_tpu/mig.sh", MIG, ["HOSTS"]),
+    ("gce_tpu/queued.sh", QUEUED, ["HOSTS"]),
+]
+
+
+@pytest.mark.parametrize(("name", "environment", "fields"), NUMBERS, ids=lambda x: str(x)[:12])
+def test_bad_numbers_are_refused_before_anything_runs(name, environment, fields):
+    bad = [(field, value, 1) for field in fields for value in ("abc", "-1", "0", "2.5", "08")]
+    bad += [("MAX_RESTARTS", "abc", 0)] if name != "local.sh" else []
+    for field, value, least in bad:
+        done = script(name, "--dry-run", *CONFIG, **{**environment, field: value, "CHECK": "v5p:2"})
+        (line,) = done.stderr.splitlines()
+        assert line.startswith(f"{pathlib.Path(name).name}: {field} is '{value}': give ")
+        assert line.endswith(f", {least} or more")
+        assert (done.returncode, done.stdout) == (2, "")
+    if name != "local.sh":
+        dry_run(name, **{**environment, "MAX_RESTARTS": "0"})
+
+
+def test_slurm_refuses_what_it_would_trip_over_when_training_is_done(tmp_path):
+    done = script("slurm/train.sbatch", "--dry-run", *CONFIG, MAX_RESTARTS="-1")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "MAX_RESTARTS is '-1': give how often" in done.stderr
+    file = tmp_path / "runs.txt"
+    file.write_text("configs/quickstart.py\n")
+    array = {"ARRAY_CONFIGS": str(file), "SLURM_ARRAY_TASK_ID": "1"}
+    done = script("slurm/train.sbatch", "--dry-run", **array)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "which has no line for task 1" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("name", "environment"), [("gke/jobset.sh", GPU), ("gke/xpk.sh", {**XPK, "GPU": "h100"})]
+)
+def test_gpu_nodes_have_no_slices(name, environment):
+    done = script(name, "--dry-run", *CONFIG, **environment, SLICES="2")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "SLICES is 2: GPU nodes have none, give HOSTS alone" in done.stderr
+
+
+def test_a_manifest_is_alone_on_stdout():
+    """The check beside it goes to stderr, so that the rest can go to kubectl."""
+    done = script("gke/jobset.sh", "--dry-run", *CONFIG, **TPU, CHECK="v5p:4x4x4")
+    assert "TOPOLOGY=v5p:4x4x4" in done.stderr
+    assert done.stdout == dry_run("gke/jobset.sh", **TPU)
 
 
 def stand_in(path: pathlib.Path, body: str) -> str:
@@ -279,9 +333,34 @@ def test_local_ends_with_the_status_of_the_first_that_failed(tmp_path):
     )
     done = script("local.sh", *CONFIG, PYTHON=python, PROCESSES="2")
     assert done.returncode == 7
-    assert "ended with status 7" in done.stderr
+    assert "process 0 of 2 ended with status 7, and the others end with it" in done.stderr
     python = stand_in(tmp_path / "good", "exit 0\n")
     assert script("local.sh", *CONFIG, PYTHON=python, PROCESSES="3").returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("end", "status", "words"),
+    [
+        (
+            "kill -KILL $$",
+            137,
+            "was killed (SIGKILL), and the others end with it; the same command",
+        ),
+        ("exit 2", 2, "did not start, and the others end with it: mend what it says"),
+    ],
+)
+def test_local_says_which_process_ended_the_run_before_the_others_do(tmp_path, end, status, words):
+    """With how to go on: by the same command only where the input was good."""
+    wait = f"until grep -q '^local.sh' {tmp_path}/stderr; do sleep 0.1; done; echo lost >&2; exit 1"
+    python = stand_in(tmp_path / "python", f"[ $DEPTHJAX_PROCESS_ID = 1 ] && {end}\n{wait}\n")
+    environment = {**os.environ, "PYTHON": python, "RUN_DIR": "/tmp/x", "PROCESSES": "3"}
+    with open(tmp_path / "stderr", "w") as stderr:
+        command = ["bash", str(LAUNCH / "local.sh"), *CONFIG]
+        done = subprocess.run(command, env=environment, stderr=stderr, timeout=60)
+    assert done.returncode == status
+    said = [line for line in (tmp_path / "stderr").read_text().splitlines() if "Killed" not in line]
+    assert said[0].startswith(f"local.sh: process 1 of 3 {words}")
+    assert said[1:] == ["lost", "lost"]
 
 
 def test_local_hands_sigterm_on(tmp_path):
