@@ -39,26 +39,29 @@ _STUDY_CONTEXT = 2048  # tokens; `count` says how many documents are longer
 
 def run(arguments: Sequence[str]) -> None:
     """Raises InputError for what cannot be right, before anything is compiled."""
-    prog = "depthjax eval"
+    prog, commands = "depthjax eval", {"fetch": _fetch, "count": _count}
     if "--help" in arguments or "-h" in arguments:
-        _help(prog)
+        _help(prog, fields=arguments[0] not in commands)
         return
     if not arguments or arguments[0].startswith("-"):
         raise InputError(
             f"{prog} needs a run directory, such as runs/quickstart, or a model folder"
         )
-    commands = {"fetch": _fetch, "count": _count}
     commands.get(arguments[0], functools.partial(_evaluate, arguments[0]))(arguments[1:])
 
 
-def _help(prog: str) -> None:
+def _help(prog: str, fields: bool) -> None:
+    """fields: whether those of the config are listed, too."""
     from depthjax.config import with_dials
     from depthjax.evals import TASKS
     from depthjax.overrides import override
 
     indent = " " * 18
     tasks = textwrap.fill(", ".join(TASKS), 99, initial_indent=indent, subsequent_indent=indent)
-    print(USAGE.format(tasks=tasks))
+    print(USAGE.format(tasks=tasks), end="")
+    if not fields:
+        return
+    print()
     override(with_dials, ["--help"], f"{prog} RUN_DIR")
 
 

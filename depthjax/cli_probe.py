@@ -31,8 +31,9 @@ _OWN = "probe.json"  # marks a folder of this command
 
 
 def run(arguments: Sequence[str]) -> None:
-    """Raises InputError for what cannot be right, before anything is compiled."""
+    """Raises InputError for what cannot be right, before anything is loaded."""
     from depthjax.probes.diagnostics import DIAGNOSTICS, check_names
+    from depthjax.probes.windows import check_budget
 
     if "--help" in arguments or "-h" in arguments:
         names = "\n".join(f"                       {name}" for name in DIAGNOSTICS)
@@ -44,13 +45,14 @@ def run(arguments: Sequence[str]) -> None:
         check_names(only or ())
     except InputError as error:
         raise InputError(f"only is {options['--only']!r}: {error}") from error
+    check_budget(options["--budget"])
+    labels = names_of(paths)
     from depthjax.report.output import output_folder
 
     out = output_folder(options["--out"] or "probe", _OWN)
     models = _load(paths, options["--data.tokenizer"])
     windows = _windows([config for config, _ in models], options)
     out.mkdir(parents=True, exist_ok=True)
-    labels = names_of(paths)
     origin = {"checkpoints": dict(zip(labels, paths, strict=True)), "budget": windows.budget}
     (out / _OWN).write_text(json.dumps(origin, indent=2) + "\n")
     _measure(labels, models, windows, out, only)
@@ -59,14 +61,18 @@ def run(arguments: Sequence[str]) -> None:
 
 def names_of(paths: Sequence[str]) -> list[str]:
     """What figures and folders call the checkpoints: as many of the last parts of their paths as
-    tell them apart."""
+    tell them apart; InputError where none do, once cleaned of what no file name should have."""
     parts = [pathlib.Path(os.path.abspath(path)).parts[1:] or ("root",) for path in paths]
     longest = max(map(len, parts))
     for depth in range(1, longest + 1):
-        found = ["-".join(part[-depth:]) for part in parts]
+        found = [re.sub(r"[^\w.+-]", "_", "-".join(part[-depth:])) for part in parts]
         if len(set(found)) == len(found):
-            break
-    return [re.sub(r"[^\w.+-]", "_", name) for name in found]
+            return found
+    second = next(i for i, name in enumerate(found) if name in found[:i])
+    raise InputError(
+        f"{paths[found.index(found[second])]} and {paths[second]} would both be called "
+        f"{found[second]}: rename one of them"
+    )
 
 
 def _split(arguments: Sequence[str]) -> tuple[list[str], dict[str, str | None]]:
@@ -74,6 +80,7 @@ def _split(arguments: Sequence[str]) -> tuple[list[str], dict[str, str | None]]:
     from depthjax.overrides import take
 
     paths, options = take(arguments, _OPTIONS)
+    options["--budget"] = options["--budget"] or "small"
     for path in paths:
         if path.startswith("-"):
             name = path.partition("=")[0]
@@ -125,7 +132,7 @@ def _windows(configs: Sequence[Any], options: dict[str, str | None]) -> Any:
         config = dataclasses.replace(config, data=data).check()
     shards, _ = open_data(config)
     longest = min(config.model.context for config in configs)
-    return probe_windows(shards.heldout, options["--budget"] or "small", longest)
+    return probe_windows(shards.heldout, options["--budget"], longest)
 
 
 def _measure(labels, models, windows, out: pathlib.Path, only: Sequence[str] | None) -> None:

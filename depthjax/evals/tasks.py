@@ -73,6 +73,14 @@ class Task:
         return made
 
 
+def _several(row: Row, name: str) -> Sequence[str]:
+    """The texts of a column; TypeError for a single one, whose letters would be taken for them."""
+    texts = row[name]
+    if isinstance(texts, str):
+        raise TypeError(f"{name} is {texts!r} where a list of texts belongs")
+    return texts
+
+
 def _completion(prompt: str, completion: str) -> Document:
     return Document(((prompt, completion),))
 
@@ -85,7 +93,7 @@ def _spaced(prompt: str, completion: str) -> Document:
 
 
 def _mbpp(row: Row) -> Document:
-    tests = [*row["test_list"], "", "", ""][:3]
+    tests = [*_several(row, "test_list"), "", "", ""][:3]
     task = f"You are an expert Python programmer, and here is your task: {row['text']}"
     lines = [f"{task} Your code should pass these tests:", "", *tests, "[BEGIN]", ""]
     code = row["code"]
@@ -136,7 +144,7 @@ def _made_or(ask: Callable[[Row], Document]) -> Callable[[Row], Document]:
 
     def choose(row: Row) -> Document:
         if "query" in row:
-            return _choose(row["query"], row["choices"], row["gold"])
+            return _choose(row["query"], _several(row, "choices"), row["gold"])
         return ask(row)
 
     return choose
@@ -146,7 +154,7 @@ def _labelled(context: str, row: Row) -> Document:
     """ARC and OpenBookQA: choices as {"text": [...], "label": [...]}, the answer as a label."""
     choices = row["choices"]
     gold = list(choices["label"]).index(row["answerKey"].lstrip())
-    return _choose(context, choices["text"], gold)
+    return _choose(context, _several(choices, "text"), gold)
 
 
 def _arc(row: Row) -> Document:
@@ -163,7 +171,8 @@ def _hellaswag(row: Row) -> Document:
         return text.replace("  ", " ")
 
     context = f"{row['activity_label']}: {row['ctx_a']} {row['ctx_b'].capitalize()}"
-    return _choose(clean(context), [clean(ending) for ending in row["endings"]], int(row["label"]))
+    endings = [clean(ending) for ending in _several(row, "endings")]
+    return _choose(clean(context), endings, int(row["label"]))
 
 
 def _piqa(row: Row) -> Document:

@@ -72,6 +72,12 @@ def draw_windows(
     return windows
 
 
+def check_budget(budget: str) -> None:
+    """Raises InputError unless it is "small" or "full"."""
+    if budget not in BUDGETS:
+        raise InputError(f"budget is {budget!r}: {suggest(budget, BUDGETS)}")
+
+
 def probe_windows(
     split: TokenSplit, budget: str = "small", longest: int | None = None, seed: int = SEED
 ) -> Windows:
@@ -80,8 +86,7 @@ def probe_windows(
     budget: "small" or "full" (the paper's sizes). longest: the most tokens of a window, for a model
     that was trained on shorter context. Raises InputError for another budget, or too little text.
     """
-    if budget not in BUDGETS:
-        raise InputError(f"budget is {budget!r}: {suggest(budget, BUDGETS)}")
+    check_budget(budget)
     if not split.tokens:
         raise InputError(f"data.dir has no tokens in its {split.name} split to probe with")
     files = [shard.memmap() for shard in split.shards]

@@ -103,6 +103,14 @@ def test_count(capsys):
         assert f" {number} " in out
 
 
+@pytest.mark.parametrize("command", ["fetch", "count"])
+def test_help_of_what_takes_no_config(capsys, command):
+    status, out, _ = run(capsys, command, "--help")
+    assert not status
+    assert f"depthjax eval {command}" in out
+    assert "--train." not in out
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [

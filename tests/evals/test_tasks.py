@@ -182,6 +182,8 @@ def test_a_choice_row_may_be_made_already():
         ("mbpp", {"text": "", "code": 3, "test_list": []}, ["document 1 of mbpp"]),
         ("humaneval", {"prompt": "a", "canonical_solution": 3}, ["3 where text belongs"]),
         ("arc_easy", {"query": "", "choices": ["a"], "gold": 1}, ["answer 1 of 1"]),
+        ("arc_easy", {"query": "", "choices": "ab", "gold": 1}, ["choices is 'ab'", "a list"]),
+        ("mbpp", {"text": "", "code": "", "test_list": "ab"}, ["test_list is 'ab'", "a list"]),
         ("arc_easy", {"question": "", **ARC, "answerKey": "E"}, ["'E'"]),
         ("winogrande", {"sentence": "no gap", "answer": "1"}, ["gap"]),
     ],

@@ -84,6 +84,8 @@ def test_several_models_one_page(folders, tmp_path, capsys):
         (["nowhere"], "nowhere is no run directory"),
         (["{0}", "--only", "causal"], "did you mean causal_score"),
         (["{0}", "--budget", "smal"], "did you mean small"),
+        (["nowhere", "--budget", "smal"], "did you mean small"),  # before anything is loaded
+        (["a b", "a_b"], "a b and a_b would both be called"),
         (["{0}", "--outt", "x"], "did you mean --out"),
         (["{0}", "{0}"], "named twice"),
         (["{0}", "--out", "taken"], "which holds other things"),
@@ -130,3 +132,4 @@ def test_names_tell_checkpoints_apart(tmp_path):
     assert names_of(["runs/pre_ln", "runs/hc/"]) == ["pre_ln", "hc"]
     assert names_of(["/a/x/run", "/a/y/run"]) == ["x-run", "y-run"]
     assert names_of(["/runs/a b"]) == ["a_b"]
+    assert names_of(["/x/a b", "/y/a_b"]) == ["x-a_b", "y-a_b"]
