@@ -1,5 +1,6 @@
 """The mesh of a config: its sizes filled in and checked, and its devices in order."""
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -82,10 +83,15 @@ def mesh_sizes(
                 "whole depth: leave it out, or take mesh.stage 1"
             )
         return sizes
-    near = _nearest(sizes, devices, check)
     remedy = f"no mesh of {devices} devices works for this config, take another number of them"
+    fewer = _with_fewer_passes(config, sizes["stage"])
+    if _trouble(fewer, devices, slices, tokens, sizes) is None:
+        config, near = fewer, sizes
+    else:
+        near = _nearest(sizes, devices, check)
     if near is not None:
-        remedy = f"the nearest that works is --mesh {mesh_text(near)}"
+        text = mesh_text(near) + _pipeline_text(config, near["stage"])
+        remedy = f"the nearest that works is --mesh {text}"
     raise InputError(f"mesh is {mesh_text(sizes)}, {trouble}: {remedy}")
 
 
@@ -93,6 +99,22 @@ def mesh_text(sizes: Mapping[str, int]) -> str:
     """`data=2,fsdp=4`, without the axes of one device."""
     named = {axis: size for axis, size in sizes.items() if size > 1 or axis == "data"}
     return ",".join(f"{axis}={size}" for axis, size in named.items())
+
+
+def _with_fewer_passes(config: Config, stages: int) -> Config:
+    """The config with no more passes of so many stages than it has layers for."""
+    passes = max(min(config.mesh.virtual_stages, config.shape.layers // stages), 1)
+    return dataclasses.replace(config, mesh=dataclasses.replace(config.mesh, virtual_stages=passes))
+
+
+def _pipeline_text(config: Config, stages: int) -> str:
+    """What `--mesh` has to say besides, as it takes the rest from no config."""
+    given, named = config.mesh, ""
+    if stages > 1 and given.virtual_stages > 1:
+        named += f",virtual_stages={given.virtual_stages}"
+    if stages > 1 and given.microbatches is not None:
+        named += f",microbatches={given.microbatches}"
+    return named
 
 
 def _trouble(

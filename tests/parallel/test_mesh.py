@@ -1,5 +1,6 @@
 """Meshes: filled in, refused in a sentence that names one that works, and slices along data."""
 
+import dataclasses
 import math
 from types import SimpleNamespace
 
@@ -50,6 +51,16 @@ def test_what_is_left_is_filled_in(given, found):
         ({"fsdp": 16}, "makes 16 devices of the 8", "data=1,fsdp=8"),
         ({"tensor": 8}, "tensor = 8 does not divide the 4 heads", "data=2,tensor=4"),
         ({"stage": 8}, "stage * virtual_stages = 8 is more than 4 layers", "data=2,stage=4"),
+        (
+            {"stage": 2, "virtual_stages": 4},
+            "stage * virtual_stages = 8 is more than 4 layers",
+            "data=4,stage=2,virtual_stages=2",
+        ),
+        (
+            {"stage": 8, "virtual_stages": 2, "microbatches": 8},
+            "stage * virtual_stages = 16 is more than 4 layers",
+            "data=2,stage=2,tensor=2,virtual_stages=2,microbatches=8",
+        ),
         ({"batch": 12}, "data * fsdp = 8 does not divide the 12 sequences", "data=4,"),
         ({"batch": 16, "accumulate": 4}, "does not divide the 4 sequences", "data=4,"),
         ({"batch": 4, "stage": 3}, "makes 6 devices of the 8", "data=2,stage=2,tensor=2"),
@@ -66,6 +77,14 @@ def test_a_bad_mesh_names_the_nearest_that_works(given, reason, remedy):
     fields = {name: given[name] for name in ("batch", "accumulate") if name in given}
     again = config(**fields, **{axis: int(size) for axis, size in named.items()})
     assert math.prod(mesh_sizes(again, 8).values()) == 8
+
+
+def test_layers_need_not_divide_evenly_into_stages():
+    """Only a chunk without any layer is refused."""
+    given = config(stage=4, virtual_stages=2)
+    for layers in (9, 15):
+        model = dataclasses.replace(MODEL, layers=layers)
+        assert mesh_sizes(dataclasses.replace(given, model=model), 8)["stage"] == 4
 
 
 def test_two_axes_cannot_be_what_is_left():
