@@ -2,9 +2,9 @@
 
 The payload of a hand-off is the carry and the rows of the history that the receiving stage lacks
 (see `parallel.schedule`), so no variant is named here. Going forward, a stage keeps of a microbatch
-the carry in front of each of its chunks, and one history for all of them; going backward, it
-computes a chunk again from these. The cotangents of rows that it holds add up on the stage, and go
-back once, by the way that the rows came.
+the carry in front of each of its chunks, and one history for all of them, without the rows behind
+the last chunk's front; going backward, it computes a chunk again from these. The cotangents of rows
+that it holds add up on the stage, and go back once, by the way that the rows came.
 
 Both directions are a `shard_map` over the mesh axis `stage`; the other axes stay automatic. Outside
 of it `stage` divides a batch as `data` does: each stage embeds its share of every P microbatches
@@ -156,8 +156,8 @@ class Pipeline:
         return scan_layers(self.sublayers, own, state, here.first, self.remat)[0]
 
     def _forward(self, params, final, embeddings):
-        """(features [M / P, ...], the history of each microbatch, the carry of each tick)."""
-        schedule, rule = self.exchange.schedule, self.sublayers.rule
+        """(features [M / P, ...], the kept rows of each microbatch, the carry of each tick)."""
+        schedule, rule, kept = self.exchange.schedule, self.sublayers.rule, self.exchange.rows.kept
         ticks, nothing = range(-1, schedule.ticks), jnp.zeros_like(embeddings[0])
         ready, *between = [self._between(tick, embeddings) for tick in ticks]
 
@@ -169,28 +169,29 @@ class Pipeline:
             read = jax.lax.cond(
                 here.finished >= 0, lambda: rule.finish(final, *after), lambda: nothing
             )
-            left = _where(here.active, after[1], history)
+            left = _first(_where(here.active, after[1], history), kept)
             histories = _set(histories, left, here.microbatch)
             following = _at(histories, here.next_microbatch)
             state, share = jax.lax.switch(tick, between, after, following, read)
             return (state, histories, _add(features, share, here.finished)), carry
 
         carry, history = self._blank()
-        state, _ = ready((carry, history), history, nothing)
-        loop = state, _copies(history, schedule.microbatches), jnp.zeros_like(embeddings)
+        following = _first(history, kept)
+        state, _ = ready((carry, history), following, nothing)
+        loop = state, _copies(following, schedule.microbatches), jnp.zeros_like(embeddings)
         inputs = jnp.arange(schedule.ticks), self._plan()
         (_, histories, features), carries = jax.lax.scan(step, loop, inputs)
         return features, histories, carries
 
     def _between(self, tick: int, embeddings: jax.Array) -> Callable:
         """What happens after a tick, or for -1 in front of the first: from the state behind the
-        chunks, the history of the next microbatch, and the final read, to the state in front of the
-        next chunks, and the features of a microbatch that is finished, where they go."""
+        chunks, the kept rows of the next microbatch, and the final read, to the state in front of
+        the next chunks, and the features of a microbatch that is finished, where they go."""
         exchange, schedule = self.exchange, self.exchange.schedule
         begun, finished = schedule.taken_up(tick + 1), schedule.finished(tick)
 
         def between(after, following, read):
-            carry, following = exchange.send(tick, *after, following)
+            carry, following = exchange.send(tick, *after, _filled_up(following, after[1]))
             if begun is not None:
                 x = exchange.to_first(embeddings[begun // schedule.stages], begun)
                 is_first = jax.lax.axis_index(STAGE) == 0
@@ -205,7 +206,7 @@ class Pipeline:
     def _backward(self, params, final, embeddings, histories, carries, d_features):
         """Cotangents of params, of final (of each stage its part), and of the embeddings."""
         schedule, rule = self.exchange.schedule, self.sublayers.rule
-        ticks = range(-1, schedule.ticks)
+        ticks, pending = range(-1, schedule.ticks), self.exchange.rows.pending
         *between, ready = [self._between_back(tick, embeddings, d_features) for tick in ticks]
 
         def step(loop, inputs):
@@ -213,17 +214,24 @@ class Pipeline:
             d_after, d_read, d_histories, d = loop
             here = plan.here()
             own, history = _at(params, here.turn), _at(histories, here.microbatch)
+            history = _filled_up(history, d_after[1])
             after, pull = vjp(
                 lambda own, state: self._chunk(here, own, state), own, (carry, history)
             )
-            d_last, *d_more = jax.lax.cond(
-                here.finished >= 0,
-                lambda: vjp(rule.finish, final, *after)[1](d_read),
-                lambda: _zeros(differentiable((final, *after))),
-            )
-            d_own, (d_carry, d_history) = pull(_plus(d_after, tuple(d_more)))
+
+            def last(d_after):
+                d_last, *d_more = vjp(rule.finish, final, *after)[1](d_read)
+                return d_last, _plus(d_after, tuple(d_more))
+
+            def not_last(d_after):
+                return _zeros(differentiable(final)), d_after
+
+            waiting = _first(d_after[1], pending)
+            d_last, d_after = jax.lax.cond(here.finished >= 0, last, not_last, d_after)
+            d_own, (d_carry, d_history) = pull(d_after)
             d_own = _where(here.active, d_own, _zeros(d_own))
-            left = _where(here.active, _first_rows(d_history, here.held), d_after[1])
+            left = _live(_first(d_history, pending), here.held)
+            left = _where(here.active, left, waiting)
             d_histories = _set(d_histories, left, here.slot)
             before = _at(d_histories, here.previous_slot)
             d_after, d_read, share = jax.lax.switch(tick, between, (d_carry, d_history), before)
@@ -235,8 +243,9 @@ class Pipeline:
             return (d_after, d_read, d_histories, d), None
 
         d_state = differentiable(self._blank())
-        d_after, d_read, _ = ready(d_state, d_state[1])
-        d_histories = _copies(d_state[1], schedule.stages)
+        waiting = _first(d_state[1], pending)
+        d_after, d_read, _ = ready(d_state, waiting)
+        d_histories = _copies(waiting, schedule.stages)
         loop = (
             d_after,
             d_read,
@@ -249,8 +258,8 @@ class Pipeline:
 
     def _between_back(self, tick: int, embeddings: jax.Array, d_features: jax.Array) -> Callable:
         """The transpose of `_between`: from the cotangents of the state in front of the next
-        chunks, and what that of the history is already, to those of the state behind the chunks, of
-        the final read, and of the embedding that the next tick begins, where it lies."""
+        chunks, and of the rows that wait for them, to those of the state behind the chunks, of the
+        final read, and of the embedding that the next tick begins, where it lies."""
         exchange, schedule = self.exchange, self.exchange.schedule
         begun, finished = schedule.taken_up(tick + 1), schedule.finished(tick)
 
@@ -263,13 +272,26 @@ class Pipeline:
                 )
             if finished is not None:
                 d_read = exchange.to_last(d_features[finished // schedule.stages], finished)
-            return exchange.send_back(tick, *d_next, before), d_read, share
+            return exchange.send_back(tick, *d_next, _filled_up(before, d_next[1])), d_read, share
 
         return between
 
 
-def _first_rows(history: Any, count: jax.Array) -> Any:
-    """The first rows of a history, zeros for the others."""
+def _first(history: Any, rows: int) -> Any:
+    return jax.tree.map(lambda x: x[:rows], history)
+
+
+def _filled_up(rows: Any, history: Any) -> Any:
+    """The first rows of a history, with zeros behind them as many rows as that has."""
+
+    def fill(x, like):
+        return jnp.pad(x, [(0, len(like) - len(x)), *[(0, 0)] * (x.ndim - 1)])
+
+    return jax.tree.map(fill, rows, history)
+
+
+def _live(history: Any, count: jax.Array) -> Any:
+    """A history with zeros for all but its first rows."""
 
     def keep(buffer):
         row = jnp.arange(buffer.shape[0]).reshape(-1, *[1] * (buffer.ndim - 1))

@@ -128,6 +128,17 @@ class Rows:
             return 0
         return self.written[before + (self.keeps == "all")]
 
+    @property
+    def kept(self) -> int:
+        """Rows of a microbatch that a stage has to keep for its backward pass: those in front of
+        the last chunk of all, as what a stage writes in its last pass it computes again."""
+        return self.written[-1]
+
+    @property
+    def pending(self) -> int:
+        """Rows whose cotangents wait on a stage until it goes back through its pass before."""
+        return max(map(self.held, range(self.schedule.chunks)))
+
     def lacking(self, chunk: int) -> int:
         """Rows that the hand-off to a chunk brings."""
         return self.written[chunk] - self.held(chunk)

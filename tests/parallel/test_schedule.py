@@ -72,6 +72,17 @@ def test_the_papers_worked_example():
     assert naive.sent() - cached.sent() == sum(written[:4]) == 6
 
 
+@pytest.mark.parametrize(("virtual", "waiting"), [(1, 0), (2, 32), (3, 64)])
+def test_rows_that_wait_for_the_backward_pass(virtual, waiting):
+    """Eight rows a chunk, four stages: all rows but those of the last chunk, and cotangents of what
+    is in front of the last pass."""
+    schedule = Schedule(4, virtual, 4)
+    rows = Rows(schedule, tuple(8 * chunk for chunk in range(schedule.chunks)))
+    assert rows.kept == 8 * (schedule.chunks - 1)
+    assert rows.pending == waiting
+    assert Rows(schedule, rows.written, "nothing").pending == 0
+
+
 @pytest.mark.parametrize(
     ("sizes", "sentence"),
     [
