@@ -64,6 +64,8 @@ class HandOffs:
     open_sum: float
     peak: int
     """Rows of the largest hand-off."""
+    held: int
+    """Rows of a microbatch that a stage holds at most, by formula."""
 
 
 def hand_offs(schedule: Schedule, blocks: int, keeps: Keeps) -> HandOffs:
@@ -95,13 +97,14 @@ def hand_offs(schedule: Schedule, blocks: int, keeps: Keeps) -> HandOffs:
     written = tuple(rule.rows_before(2 * chunk.start) for chunk in schedule.layers(layers))
     rows = Rows(schedule, written, keeps)
     by_formula = formula(keeps, stages, schedule.virtual, blocks / chunks)
-    return HandOffs(keeps, by_formula, rows.sent(), counted["rows"], counted["carry"], rows.peak())
+    moved = by_formula, rows.sent(), counted["rows"], counted["carry"], rows.peak()
+    return HandOffs(keeps, *moved, held=rows.at_peak(blocks))
 
 
 def print_hand_offs(schedule: Schedule, blocks: int, console: Console) -> None:
     """A line for each of what a stage may keep."""
     table = Table(
-        "a stage keeps", "formula", "counted", "open sum", "largest hand-off",
+        "a stage keeps", "formula", "counted", "open sum", "sent at once", "held",
         title=f"{schedule.stages} stages x {schedule.virtual} passes, {blocks} blocks: "
         "d a token between stages, forward, and once more backward",
     )  # fmt: skip
@@ -109,7 +112,7 @@ def print_hand_offs(schedule: Schedule, blocks: int, console: Console) -> None:
     for keeps in get_args(Keeps):
         found = hand_offs(schedule, blocks, keeps)
         cells = (f"{n:g}" for n in (found.formula, found.counted, found.open_sum))
-        table.add_row(kept[keeps], *cells, f"{found.peak} rows + 1")
+        table.add_row(kept[keeps], *cells, f"{found.peak} rows + 1", f"{found.held} rows")
     console.print(table)
 
 

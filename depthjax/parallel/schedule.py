@@ -139,6 +139,13 @@ class Rows:
         """Rows whose cotangents wait on a stage until it goes back through its pass before."""
         return max(map(self.held, range(self.schedule.chunks)))
 
+    def at_peak(self, rows: int) -> int:
+        """Rows of a microbatch that a stage holds at most, where the history has room for `rows`:
+        the kept ones of all microbatches, the cotangents that wait of those of one group, and
+        history and cotangents of the chunk that is computed again."""
+        schedule = self.schedule
+        return schedule.microbatches * self.kept + schedule.stages * self.pending + 2 * rows
+
     def lacking(self, chunk: int) -> int:
         """Rows that the hand-off to a chunk brings."""
         return self.written[chunk] - self.held(chunk)

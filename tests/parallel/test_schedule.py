@@ -83,6 +83,13 @@ def test_rows_that_wait_for_the_backward_pass(virtual, waiting):
     assert Rows(schedule, rows.written, "nothing").pending == 0
 
 
+@pytest.mark.parametrize(("microbatches", "held"), [(4, 480), (8, 704)])
+def test_rows_of_a_stage_at_its_peak(microbatches, held):
+    """64 sources over 4 stages of 2 passes, by hand: M 56 + 4 x 32 + 2 x 64."""
+    rows = Rows(Schedule(4, 2, microbatches), tuple(range(0, 64, 8)))
+    assert rows.at_peak(64) == held
+
+
 @pytest.mark.parametrize(
     ("sizes", "sentence"),
     [

@@ -17,10 +17,12 @@ def test_the_table_and_the_schedule(capsys, tmp_path):
     code, out, _ = run(capsys, "2,2,4,4", "--picture", str(picture))
     assert not code
     lines = [line.replace("│", " ").split() for line in out.splitlines()]
+    held = {"nothing": "20", "sent": "22", "too": "24"}  # 4 x 3, 2 that wait of 0, 1, 2, and 2 x 4
     for keeps, sent in (("nothing", "6"), ("sent", "5"), ("too", "3")):
         line = next(line for line in lines if keeps in line and "rows" in line)
         formula, counted = line[line.index(keeps) + 1 :][:2]
         assert (formula, counted) == (sent, sent)
+        assert line[-2:] == [held[keeps], "rows"]
     stages = [line[2:] for line in lines if line[:1] == ["stage"]]
     assert stages == [
         ["0a", "1a", "0b", "1b", "2a", "3a", "2b", "3b", "."],
