@@ -130,11 +130,12 @@ def test_a_scan_is_its_unrolled_twin():
     assert least <= moved[0] <= least + (8 + 2) * copy + 1000
 
 
-def test_compile_cost_does_not_grow_with_depth():
-    counts = [
-        plan(small(layers=layers, vocab=4096), "v6e:1x1", vocab=4096).hlo_instructions
-        for layers in (16, 70)
-    ]
+@pytest.mark.parametrize("name", sorted(REGISTRY))
+def test_compile_cost_does_not_grow_with_depth(name):
+    counts = []
+    for layers in (16, 70):
+        config = small(layers=layers, vocab=4096, residual=REGISTRY[name]())
+        counts.append(plan(config, "v6e:1x1", vocab=4096).hlo_instructions)
     assert counts[1] == pytest.approx(counts[0], rel=0.02)
 
 
