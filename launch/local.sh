@@ -40,10 +40,12 @@ done
 $dry_run && exit
 
 in_words() { # STATUS that a process failed with
+    local signal=""
+    (($1 <= 128)) || signal=$(kill -l $(($1 - 128)) 2>/dev/null) || true # 255, say, is none
     if (($1 == 2)); then
         echo "did not start, and the others end with it: mend what it says, then run the same command"
-    elif (($1 > 128)); then
-        echo "was killed (SIG$(kill -l $(($1 - 128)))), and the others end with it; the same command continues the run"
+    elif [[ -n $signal ]]; then
+        echo "was killed (SIG$signal), and the others end with it; the same command continues the run"
     else
         echo "ended with status $1, and the others end with it; the same command continues the run"
     fi

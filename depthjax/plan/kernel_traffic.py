@@ -10,8 +10,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax._src.interpreters.partial_eval import dce_jaxpr
 from jax._src.state.discharge import discharge_state  # index maps read scalars from references
+from jax.interpreters.partial_eval import dce_jaxpr
 
 
 @dataclasses.dataclass(frozen=True)

@@ -237,13 +237,14 @@ def test_cotangents_of_queries_in_parts(monkeypatch, count, queries, registers):
 
 
 @simulated
-@pytest.mark.parametrize("algorithm", [sinkhorn, log_sinkhorn])
-def test_rounds_of_a_step(algorithm):
-    """Of a state alone, and of one beside arrays and numbers that every step sees."""
+@pytest.mark.parametrize(("algorithm", "times"), [(sinkhorn, 3), (log_sinkhorn, 3), (sinkhorn, 1)])
+def test_rounds_of_a_step(algorithm, times):
+    """Of a state alone, and of one beside arrays and numbers that every step sees; one round of
+    `sinkhorn` leaves none to repeat."""
     logits, c = normal(0, 3, 3, 128), normal(1, 3, 3, 128)
 
     def run(logits, c):
-        matrix, pull = jax.vjp(lambda x: algorithm(x, 3), logits)
+        matrix, pull = jax.vjp(lambda x: algorithm(x, times), logits)
         return matrix, *pull(c)
 
     with repeating(rounds.repeat):

@@ -49,7 +49,6 @@ class Job:
         self.run_dir = run_dir
         shared = {"DEPTHJAX_PROCESSES": str(count), "JAX_NUM_CPU_DEVICES": str(devices)}
         shared |= {"JAX_PLATFORMS": "cpu", "JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{free_port()}"}
-        shared["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"  # more is compiled than computed
         command = [sys.executable, "-m", "depthjax", "train", str(config)]
         self.processes = [
             subprocess.Popen(

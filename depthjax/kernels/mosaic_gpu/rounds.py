@@ -14,9 +14,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax._src.interpreters.partial_eval import dce_jaxpr
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.interpreters.partial_eval import dce_jaxpr
 
 from depthjax.kernels.mosaic_gpu import LANES
 from depthjax.kernels.mosaic_gpu import warpgroup as wg
@@ -42,6 +42,8 @@ def repeat(step: Callable[[Any], Any], state: Any, times: int) -> Any:
     element, or along leading axes; raises NotImplementedError where it holds what `_evaluate` does
     not know.
     """
+    if not times:
+        return state  # a kernel has no array of no rounds
     converted, consts = jax.closure_convert(step, state)
     return _repeat(converted, times, state, consts)
 
