@@ -254,6 +254,16 @@ def test_rounds_of_a_step(algorithm, times):
     jax.tree.map(assert_close, actual, jax.tree.map(np.asarray, expected))
 
 
+def test_what_rounds_take():
+    """A step with moves of its own is left to XLA."""
+    state, beside = jnp.ones((3, 3, 128)), jnp.ones((3, 1))
+    assert rounds.takes(lambda x: x / jnp.sum(x, axis=0, keepdims=True), state)
+    assert rounds.takes(lambda x: jnp.exp(x - 2 * state), state)
+    assert not rounds.takes(lambda x: jnp.maximum(x, 0.5), state)
+    assert not rounds.takes(lambda x: jnp.cumsum(x, axis=0), state)
+    assert not rounds.takes(lambda x: x * beside, state)
+
+
 @simulated
 def test_streams_in_parts_of_the_features(monkeypatch):
     """Two parts, whose blocks take all tokens; with columns of each stream."""

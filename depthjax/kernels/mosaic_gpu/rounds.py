@@ -33,19 +33,29 @@ _ELEMENTWISE = {
     "stop_gradient": lambda a: a,
 }
 _REDUCTIONS = {"reduce_sum": lambda a, b: a + b, "reduce_max": jnp.maximum}
+_SHAPES = ("broadcast_in_dim", "reshape", "squeeze")
+_KNOWN = {*_ELEMENTWISE, *_REDUCTIONS, *_SHAPES, "integer_pow"}
 
 
 def repeat(step: Callable[[Any], Any], state: Any, times: int) -> Any:
     """The state after `times` steps, see `streams.spelling.repeat`.
 
-    state: fp32 arrays [..., T], with T a multiple of 128 that no other axis has. step: element by
-    element, or along leading axes; raises NotImplementedError where it holds what `_evaluate` does
-    not know.
+    state: fp32 arrays [..., T], with T a multiple of 128 that no other axis has. step: one that
+    `takes` is true of.
     """
     if not times:
         return state  # a kernel has no array of no rounds
     converted, consts = jax.closure_convert(step, state)
     return _repeat(converted, times, state, consts)
+
+
+def takes(step: Callable[[Any], Any], state: Any) -> bool:
+    """Whether a step, and its pullback, go element by element or along leading axes, by moves that
+    are known here; beside the state it may read arrays [..., T] and numbers."""
+    both = jax.make_jaxpr(lambda state: jax.vjp(step, state)[1](state))(state)
+    tokens = jax.tree.leaves(state)[0].shape[-1]
+    consts = all(x.ndim == 0 or x.shape[-1] == tokens for x in map(jnp.asarray, both.consts))
+    return consts and {eqn.primitive.name for eqn in both.jaxpr.eqns} <= _KNOWN
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
@@ -219,10 +229,9 @@ def _evaluate(jaxpr, consts, values, lead):
             for place, size in zip(places, given[0].shape, strict=True):
                 shape[place] = size
             found = np.broadcast_to(given[0].reshape(shape), lead(out))
-        elif name in ("reshape", "squeeze"):
-            found = given[0].reshape(lead(out))
         else:
-            raise NotImplementedError(f"a step on a GPU cannot hold {name}")
+            assert name in _SHAPES, name
+            found = given[0].reshape(lead(out))
         values[out] = found
     return [read(x) for x in jaxpr.outvars]
 

@@ -99,7 +99,8 @@ def _repeat(step, state, times):
     from depthjax.kernels.mosaic_gpu import rounds
 
     of_tokens = jax.tree.leaves(state)[0].shape[-1] > 1
-    return (rounds.repeat if of_tokens else in_a_loop)(step, state, times)
+    run = rounds.repeat if of_tokens and rounds.takes(step, state) else in_a_loop
+    return run(step, state, times)
 
 
 def _measure(streams, columns):
