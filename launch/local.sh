@@ -15,6 +15,7 @@ processes=${PROCESSES:-2}
 number PROCESSES 1 "the number of processes"
 number DEVICES 1 "the simulated devices of each process"
 number PORT 1 "a free port for the first process"
+((${PORT:-1} < 65536)) || fail "PORT is $PORT: give a free port for the first process, 65535 or less"
 check "$@"
 port=${PORT:-$("${train[0]}" -c 'import socket; s = socket.socket(); s.bind(("127.0.0.1", 0)); print(s.getsockname()[1])')}
 shared=(

@@ -21,7 +21,8 @@ import pytest
 
 jax.config.update("jax_num_cpu_devices", 8)
 if jax.__version_info__ < (0, 11):  # halves the time to compile; later versions lack the flag
-    os.environ["XLA_FLAGS"] = "--xla_cpu_use_fusion_emitters=false"
+    given = os.environ.get("XLA_FLAGS", "")
+    os.environ["XLA_FLAGS"] = f"{given} --xla_cpu_use_fusion_emitters=false".strip()
 
 
 @pytest.fixture(autouse=True)

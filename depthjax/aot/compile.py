@@ -156,21 +156,40 @@ def lower_decode(
 def compile_lowered(
     lowered: jax.stages.Lowered, target: Target, options: dict[str, Any]
 ) -> Compiled:
-    """Compiles; a lack of memory is an answer, not an error."""
+    """Compiles, whatever a cache holds; a lack of memory is an answer, not an error."""
     before = _cpu_seconds()
     extra = _KEEP_GOING.get(target.platform, {})
     try:
-        try:
-            executable = lowered.compile(options | extra)
-        except Exception as error:
-            if "No such compile option" not in str(error) or not extra:
-                raise
-            executable = lowered.compile(options)  # a compiler that does not know how to go on
+        with _without_cache():
+            try:
+                executable = lowered.compile(options | extra)
+            except Exception as error:
+                if "No such compile option" not in str(error) or not extra:
+                    raise
+                executable = lowered.compile(options)  # this compiler cannot be told to go on
     except Exception as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
         return Compiled(None, _cpu_seconds() - before, _needed(str(error)))
     return Compiled(executable, _cpu_seconds() - before)
+
+
+@contextlib.contextmanager
+def _without_cache() -> Iterator[None]:
+    """jax keeps programs for devices that are not here, too, but cannot load them; and the seconds
+    are to be the compiler's."""
+    from jax.experimental.compilation_cache import compilation_cache
+
+    def use(cache: bool) -> None:
+        jax.config.update("jax_enable_compilation_cache", cache)
+        compilation_cache.reset_cache()  # it looks at the setting once
+
+    enabled = jax.config.jax_enable_compilation_cache
+    use(False)
+    try:
+        yield
+    finally:
+        use(enabled)
 
 
 def _needed(message: str) -> int:

@@ -266,6 +266,12 @@ def test_bad_numbers_are_refused_before_anything_runs(name, environment, fields)
         dry_run(name, **{**environment, "MAX_RESTARTS": "0"})
 
 
+def test_no_port_beyond_the_last():
+    done = script("local.sh", "--dry-run", *CONFIG, PORT="65536")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.endswith("65535 or less\n")
+
+
 def test_slurm_refuses_what_it_would_trip_over_when_training_is_done(tmp_path):
     done = script("slurm/train.sbatch", "--dry-run", *CONFIG, MAX_RESTARTS="-1")
     assert (done.returncode, done.stdout) == (2, "")

@@ -4,9 +4,13 @@ import importlib.util
 import json
 import pathlib
 
+import jax
+import jax.numpy as jnp
 import pytest
+from jax.experimental.compilation_cache import compilation_cache
 
 from depthjax.aot import topology
+from depthjax.aot.compile import compile_lowered
 from depthjax.aot.entry import GRADES, Entry
 from depthjax.aot.knobs import helpful_knobs
 from depthjax.aot.report import big, duration, gib, print_comparison, print_entry
@@ -52,6 +56,22 @@ def run(capsys, *arguments):
 
 
 @pytest.mark.jax_version
+def test_a_plan_compiles_whatever_is_in_the_cache(tmp_path):
+    """Seconds are the compiler's, and nothing is kept that could not be loaded again."""
+    found, folder = topology.target("cpu"), jax.config.jax_compilation_cache_dir
+    program = jax.jit(lambda x: jnp.sin(x) + x).lower(jnp.ones(3))
+    jax.config.update("jax_compilation_cache_dir", str(tmp_path))
+    compilation_cache.reset_cache()
+    try:
+        compile_lowered(program, found, {})
+        assert list(tmp_path.iterdir()) == []
+        jax.jit(jnp.tan).lower(jnp.ones(3)).compile()
+        assert list(tmp_path.iterdir()) != []
+    finally:
+        jax.config.update("jax_compilation_cache_dir", folder)
+        compilation_cache.reset_cache()
+
+
 def test_one_plan(capsys, config):
     status, out, err = run(capsys, config, "--topology", "cpu:4", "--json", "plan.json")
     assert status == 0, err
