@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from jax import export
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.sharding import (
@@ -37,7 +38,7 @@ from depthjax.kernels.mosaic_gpu import (
     warpgroup,
 )
 from depthjax.kernels.streams.spelling import repeating
-from depthjax.residuals import ATTENTION, MHCStatic
+from depthjax.residuals import ATTENTION, BlockAttnRes, MHCStatic, ResidualModule
 from depthjax.residuals.mhc import log_sinkhorn, sinkhorn
 
 pytestmark = pytest.mark.jax_version
@@ -252,6 +253,24 @@ def test_rounds_of_a_step(algorithm, times):
     with jax.enable_x64(True):
         expected = run(*(np.asarray(x, np.float64) for x in (logits, c)))
     jax.tree.map(assert_close, actual, jax.tree.map(np.asarray, expected))
+
+
+def test_the_stack_is_that_of_block_attnres():
+    """The stack of reads that is timed, against the residual connection's own moves."""
+    embedding, queries, scale = map(check.up, check.stack_inputs(3, 128))
+    rule = BlockAttnRes(
+        block_size_sublayers=check.QUERIES, mix_eps=check.EPS, eps=check.EPS_OUT, two_phase=False
+    )
+    module = ResidualModule(rule, layers=16, width=128, rngs=nnx.Rngs(0))
+    for kind, start in (("attention", 2), ("mlp", 1)):  # the first sublayer has no query
+        parameters = getattr(module, kind)
+        parameters["query"][...] = queries[start::2]
+        parameters["norm"][...] = jnp.broadcast_to(scale, (16, 128))
+    state = module.begin(embedding)
+    for s in range(32):
+        x, _, state = module.read(state, s)
+        state = module.write(state, x, s)
+    assert_close(check.read_stack("xla", embedding, queries, scale), x)
 
 
 def test_what_rounds_take():
