@@ -15,15 +15,15 @@ from depthjax.plan.hlo import parse
 from depthjax.plan.hlo_buffers import copies
 
 
-def study(variant: str, layers: int, **changes):
-    config = load_config(STUDY, f"400m-L{layers}", variant)
+def study(variant: str, depth: int, **changes):
+    config = load_config(STUDY, f"400m-L{depth}", variant)
     model = dataclasses.replace(config.model, **changes)
     return dataclasses.replace(config, model=model, train=TrainConfig(batch=8))
 
 
 @functools.cache
-def entry(variant: str, layers: int = 32, **changes):
-    return plan(study(variant, layers, **changes), "v6e:1x1")
+def entry(variant: str, depth: int = 32, **changes):
+    return plan(study(variant, depth, **changes), "v6e:1x1")
 
 
 def test_the_plain_step_takes_no_more_than_maxtext():
