@@ -99,11 +99,8 @@ class MoDA(Residual):
         entry = carry["entry"] if aux is None else dict(zip(("key", "value"), aux, strict=True))
         # Of what the MLP's read left nothing is needed any more, nor has it a cotangent.
         empty = jax.tree.map(jnp.zeros_like, entry)
-        return {"stream": stream, "entry": empty}, (
-            entry,
-            s,
-            s < self.rows_before(2 * self._layers),
-        )
+        kept = s < self.rows_before(2 * self._layers)
+        return {"stream": stream, "entry": empty}, (entry, s, kept)
 
     def finish(self, params, carry, history):
         return self.plain.finish(params, carry["stream"], {})
