@@ -27,6 +27,7 @@ def scan_by_phases(
         carry, history = state
         s, begun = 2 * (first + i) + kind, (i > 0) | (kind == MLP)
         carry, appended = phases.close(carry, s, begun)
+        appended = appended if sublayers.rule.appends(1 - kind) else None  # it is of s - 1
         history, place = append(history, appended), phases.place(s)
         start = 2 * i + kind - place + phases.size
         group = jax.lax.dynamic_slice_in_dim(directions, start, phases.size)

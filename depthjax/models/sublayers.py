@@ -90,7 +90,9 @@ class Sublayers:
         return (y if params.meters is None else tap(y, params.meters[kind])), aux
 
     def write(self, kind: int, params: LayerParams, carry, y, aux, s):
-        return self.rule.write(_gathered(params.residual[KINDS[kind]]), carry, y, aux, s)
+        own = _gathered(params.residual[KINDS[kind]])
+        carry, appended = self.rule.write(own, carry, y, aux, s)
+        return carry, appended if self.rule.appends(kind) else None
 
     def observe(self, kind: int, params: LayerParams, carry, history, s) -> Any:
         if self.observer is None:

@@ -35,6 +35,7 @@ from depthjax.kernels import (
 from depthjax.kernels.choice import choose
 from depthjax.kernels.rms_norm import at_least_float32
 from depthjax.residuals.base import (
+    ATTENTION,
     KINDS,
     Parameter,
     Paths,
@@ -83,6 +84,10 @@ class _AttnRes(Residual):
     def rows_before(self, s):
         """The finished ones of these sources: ceil(s / b)."""
         return self.sources(s) - 1
+
+    def appends(self, kind):
+        """Boundaries of even blocks are all in front of attention."""
+        return kind == ATTENTION or self.block % 2 == 1
 
     def rows(self, layers: int) -> int:
         """Sources that are finished in the end, which the history has room for."""

@@ -261,6 +261,11 @@ class Residual:
         of a pipeline has to have of it."""
         return 0
 
+    def appends(self, kind: int) -> bool:
+        """Whether a sublayer of this kind (ATTENTION, MLP) may append to the history. Where not,
+        `write` never sets the flag, and a stack of layers leaves the row out."""
+        return True
+
     def pull(self) -> "Pull | None":
         """How the backward pass over the depth may do with one buffer; None: it needs two."""
         return None

@@ -284,6 +284,7 @@ def test_history_rows_are_written_once(rule):
         history = append(history, appended)
         if appended is not None and appended[2]:
             assert int(appended[1]) not in written
+            assert module.rule.appends(s % 2)
             written.add(int(appended[1]))
     assert written == set(range(jax.tree.leaves(history)[0].shape[0] if written else 0))
 
