@@ -113,7 +113,8 @@ class Sublayers:
         """The state behind sublayer s, whose read left `state` and whose branch (y, aux)."""
         carry, history = state
         # What reads the history comes before the row that is put into it, or it would be copied.
-        y, history = jax.lax.optimization_barrier((y, history))
+        if jax.tree.leaves(history) and self.rule.appends(kind):
+            y, history = jax.lax.optimization_barrier((y, history))
         carry, appended = self.write(kind, params, carry, y, aux, s)
         return carry, append(history, appended)
 

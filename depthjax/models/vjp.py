@@ -132,8 +132,10 @@ def _forward(sublayers: Sublayers, remat: Remat, params: LayerParams, state: Sta
         if remat.keeps_branches:
             carry, appended, _, pullbacks = _sublayer(sublayers, remat, kind, params, state, s)
             kept.append(_Kept(before, pullbacks))
-            # The row is appended in place once the history is read, or it would be copied.
-            carry, history = jax.lax.optimization_barrier((carry, state[1]))
+            history = state[1]
+            if appended is not None:
+                # It is put in place once the history is read, or that would be copied.
+                carry, history = jax.lax.optimization_barrier((carry, history))
             state = carry, append(history, appended)
         else:
             state, _ = sublayers.sublayer(kind, params, state, s)
