@@ -167,7 +167,7 @@ CASES = (
     Case("phase 2", make_phase2, lambda q: 5),
     Case("phase 2 both ways", pulled(make_phase2), lambda q: 5 + 6),
     Case("one-shot", make_read, lambda q: SOURCES + 2, skips=True),
-    Case("one-shot backward", pulled(make_read), lambda q: 3 * SOURCES + 3, skips=True),
+    Case("one-shot backward", pulled(make_read), lambda q: 3 * SOURCES + 4, skips=True),
     Case("Full's gather", make_gather, lambda q: FULL_ROWS - FULL_INDEX + 2, skips=True),
     Case("HC read", functools.partial(make_streams, "hc"), lambda q: 4 + 5),
     Case("HC both ways", pulled(functools.partial(make_streams, "hc")), lambda q: 9 + 13),

@@ -131,14 +131,15 @@ class _AttnRes(Residual):
         return (history, query, params["key_scale"]), shared
 
     def read(self, params, carry, history, s):
-        x, history = self._mix(params, carry, history, s)
-        return x, None, {**carry, "bypass": jnp.bool_(False)}, history
+        x, history, newest = self._mix(params, carry, history, s)
+        return x, None, {**carry, "open": newest, "bypass": jnp.bool_(False)}, history
 
     def _mix(self, params, carry, history, s):
-        """(normalised mixture, history) of reader s; None: the final one."""
+        """(normalised mixture, history, open sum) of reader s; None: the final one."""
         sources, options = self._sources(params, carry, history, s)
         if self.options:
-            return depth_mix(*sources, **options, output_scale=params["norm"]), history
+            mixture = depth_mix(*sources, **options, output_scale=params["norm"])
+            return mixture, history, carry["open"]
         newest, count, eps = (options[name] for name in ("newest", "count", "eps"))
         return depth_read(history, newest, _direction(params), count, eps, params["norm"])
 

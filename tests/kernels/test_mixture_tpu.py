@@ -68,28 +68,30 @@ def read_and_gradients(read, cotangents, *arguments):
     ],
 )
 def test_reading(rows, count, tokens, width, scaled, precision, size):
-    """Values and gradients; dead rows hold NaN, and their cotangents stay as they are."""
+    """Values and gradients; dead rows hold NaN, and their cotangents stay as they are. What comes
+    back behind the mixture has a cotangent of its own."""
     dtype, bound = precision
     history = normal(0, rows, *tokens, width, dtype=dtype, size=size)
     newest = normal(1, *tokens, width, dtype=dtype, size=size)
     u, scale = normal(2, width, size=0.3), normal(3, width) if scaled else None
     d_x = normal(4, *tokens, width, dtype=dtype)
     d_history = normal(5, *history.shape, dtype=dtype)
+    cotangents = d_x, d_history, normal(6, *newest.shape, dtype=dtype)
 
     def plain(history, newest, u, scale):
         sources = jnp.concatenate([history[:count], newest[None]])
-        return naive(sources, u, scale)[0], history
+        return naive(sources, u, scale)[0], history, newest
 
     def kernel(history, newest, u, scale):
         return depth_read(history, newest, u, count, EPS, scale, implementation="mosaic_tpu")
 
     arguments = newest, u, scale
     expected = float64(
-        lambda d_x, d_history, *given: read_and_gradients(plain, (d_x, d_history), *given),
-        *(d_x, d_history, history, *arguments),
+        lambda *given: read_and_gradients(plain, given[:3], *given[3:]),
+        *(*cotangents, history, *arguments),
     )
     poisoned = history.at[count:].set(jnp.nan)
-    actual = jax.jit(lambda *given: read_and_gradients(kernel, (d_x, d_history), *given))(
+    actual = jax.jit(lambda *given: read_and_gradients(kernel, cotangents, *given))(
         poisoned, *arguments
     )
     assert_within(bound, actual, expected)
@@ -107,15 +109,16 @@ def test_reading_under_a_traced_count():
         def run(history, newest, u):
             return depth_read(history, newest, u, count, EPS, implementation="mosaic_tpu")
 
-        return read_and_gradients(run, (newest, d_history), history, newest, u)
+        return read_and_gradients(run, (newest, d_history, newest), history, newest, u)
 
     for count in (0, 1, 4, 6):
 
         def plain(history, newest, u, count=count):
-            return naive(jnp.concatenate([history[:count], newest[None]]), u, None)[0], history
+            mixture, _ = naive(jnp.concatenate([history[:count], newest[None]]), u, None)
+            return mixture, history, newest
 
         expected = float64(
-            lambda d, *given: read_and_gradients(plain, (given[1], d), *given),
+            lambda d, *given: read_and_gradients(plain, (given[1], d, given[1]), *given),
             *(d_history, history, newest, u),
         )
         actual = read(count)
@@ -129,7 +132,7 @@ def test_a_saturated_softmax(monkeypatch):
     monkeypatch.setattr(tiles, "GROUPS", (4, 1))
     history, newest, u = normal(0, 3, 4, 128), normal(1, 4, 128), normal(2, 128, size=1e3)
     history = history.at[1].set(0)  # eps alone is in its norm
-    x, _ = depth_read(history, newest, u, 3, EPS, implementation="mosaic_tpu")
+    x, *_ = depth_read(history, newest, u, 3, EPS, implementation="mosaic_tpu")
     expected = float64(
         lambda h, n, u: naive(jnp.concatenate([h, n[None]]), u, None)[0], history, newest, u
     )
@@ -148,7 +151,7 @@ def test_several_blocks_of_tokens(tokens, monkeypatch):
             history, newest, u, scale = given
             return depth_read(history, newest, u, 2, EPS, scale, implementation=implementation)
 
-        return read_and_gradients(read, (newest, d_history), history, newest, u, scale)
+        return read_and_gradients(read, (newest, d_history, newest), history, newest, u, scale)
 
     assert_within(1e-5, jax.jit(run, static_argnums=0)("mosaic"), run("xla"))
 
@@ -204,7 +207,7 @@ def test_on_a_mesh():
         pulled = gather_rows(
             history, 1, newest, directions, delta, delta, EPS, implementation="mosaic_tpu"
         )
-        return read_and_gradients(read, (newest, d_history), *given), pulled
+        return read_and_gradients(read, (newest, d_history, newest), *given), pulled
 
     alone = jax.jit(lambda: run())()
     mesh = jax.make_mesh((2, 2, 2), ("data", "fsdp", "tensor"), (AxisType.Auto,) * 3)

@@ -157,12 +157,13 @@ def test_one_token_and_one_source():
 
 @simulated
 def test_mixture_gradients_in_float32():
-    """Cotangents of live rows are added to what is there, and those of dead rows left alone."""
+    """Those of live rows and of the newest source are added to what is there, and those of dead
+    rows left alone."""
     rows, own, u, c = (
         normal(i, *shape) for i, shape in enumerate([(3, 2, 128), (2, 128), (128,), (2, 128)])
     )
     u = 0.2 * u
-    before = normal(4, 3, 2, 128)
+    before, before_own = normal(4, 3, 2, 128), normal(5, 2, 128)
 
     def naive(rows, own, u):
         v = jnp.concatenate([rows[:2], own[None]])
@@ -173,12 +174,12 @@ def test_mixture_gradients_in_float32():
         wide = [jnp.asarray(np.asarray(x, np.float64)) for x in (rows, own, u, c)]
         by_rows, by_own, by_u = map(np.asarray, jax.vjp(naive, *wide[:3])[1](wide[3]))
     dead = rows.at[2].set(jnp.nan)
-    actual = mixture.mix_backward(dead, 2, own, u, 1e-6, None, c, before)
+    actual = mixture.mix_backward(dead, 2, own, u, 1e-6, None, c, before, before_own)
     assert_close(actual[0], before + by_rows)
     np.testing.assert_array_equal(actual[0][2], before[2])
     assert_close(actual[2], by_u)
     assert actual[3] is None
-    assert_close(actual[1], by_own)
+    assert_close(actual[1], before_own + by_own)
 
 
 @simulated

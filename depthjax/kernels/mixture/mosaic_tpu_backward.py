@@ -48,6 +48,7 @@ class _Options(NamedTuple):
     has_newest: bool
     has_scale: bool
     adds: bool
+    adds_newest: bool
     tokens: int | None
 
 
@@ -60,24 +61,26 @@ def mix_backward(
     scale: jax.Array | None,
     cotangent: jax.Array,
     d_rows: jax.Array | None,
+    d_newest: jax.Array | None,
     rule: MixtureRule = PLAIN,
 ) -> tuple[jax.Array, jax.Array | None, jax.Array, jax.Array | None]:
     """(d_rows [N, T, D], d_newest [T, D], du fp32 [D], d_scale fp32 [D]) of `mosaic_tpu.mix` from
     that of its result [T, D]; None for what was not given.
 
     d_rows: [N, T, D] in a dtype of its own, to which those of the live rows are added in place; the
-    others stay as they are. None: the rows of the result that are not live hold anything.
+    others stay as they are. None: the rows of the result that are not live hold anything. d_newest:
+    like `newest`, to which its own is added in place; or None.
     """
     n, tokens, width = rows.shape
     most, skipped = rule.most(n, newest is not None), rule.skipped(count, newest is not None)
     seen, windowed = count - skipped, rule.window is not None
     like = rows if d_rows is None else d_rows
-    group, block = _sizes(rows, most, newest, cotangent, like)
+    group, block = _sizes(rows, most, (newest, d_newest), cotangent, like)
     blocks = pl.cdiv(tokens, block)
     parts = 2 if blocks % 2 == 0 else 1
     blocks //= parts
     ragged = tokens if tokens % block else None
-    has = newest is not None, scale is not None, d_rows is not None
+    has = (x is not None for x in (newest, scale, d_rows, d_newest))
     options = _Options(rule, group, *has, ragged)
     token_spec = pl.BlockSpec((block, width), lambda p, i, r, bounds: (p * blocks + i, 0))
     whole = pl.BlockSpec((1, width), lambda p, i, r, bounds: (0, 0))
@@ -97,10 +100,13 @@ def mix_backward(
     given += [] if scale is None else [(whole, scale.astype(FLOAT32)[None])]
     given += [(token_spec, cotangent)]
     given += [] if newest is None else [(token_spec, newest)]
-    given += [] if d_rows is None else [(row_spec, d_rows)]
     # JAX's interpreter pads the array of a ragged last block and cannot alias it then.
-    in_place = d_rows is not None and not (ragged and tpu_interpreter())
-    aliases = {len(given): 0} if in_place else {}  # the prefetched scalars come first
+    in_place, aliases = not (ragged and tpu_interpreter()), {}
+    last = 2 + (scale is not None)  # of the results
+    for spec, array, result in (token_spec, d_newest, last), (row_spec, d_rows, 0):
+        given += [] if array is None else [(spec, array)]
+        if array is not None and in_place:
+            aliases[len(given)] = result  # the prefetched scalars come first
     given += [(spec, rows) for spec in member_specs]
 
     sums = jax.ShapeDtypeStruct((parts * SUBLANES, width), FLOAT32)
@@ -121,12 +127,12 @@ def mix_backward(
         out_shape=[shape for _, shape in results],
         input_output_aliases=aliases,
         compiler_params=tiles.compiler_params("parallel", "arbitrary", "arbitrary"),
-        cost_estimate=_cost(rows, live, newest, scale, cotangent, d_rows, parts),
+        cost_estimate=_cost(rows, live, (newest, d_newest), scale, cotangent, d_rows, parts),
         interpret=tpu_interpreter(),
         name="depth_mix_backward",
     )(tiles.scalars(skipped, seen, steps), *(array for _, array in given))
     found, du, *rest = out
-    if d_rows is not None and not in_place:
+    if d_rows is not None and not in_place:  # dead rows stay as they are
         added = rule.seen(n, count, newest is not None)[:, None, None]
         found = jnp.where(added, found, d_rows)
     d_scale = jnp.sum(rest.pop(0), axis=0) if scale is not None else None
@@ -143,17 +149,24 @@ def _scratch(most: int, block: int, width: int, dtype) -> list:
 def fits(rows: jax.Array, newest: jax.Array | None) -> bool:
     """Whether a TPU has room for all rows [N, ..., D] of the fewest tokens that a block may have,
     with cotangents in fp32."""
-    sizes = _token_bytes(rows, rows.shape[0], newest, 4, rows.dtype.itemsize, 1)
+    sizes = _token_bytes(rows, rows.shape[0], (newest, newest), 4, rows.dtype.itemsize, 1)
     return tiles.PIECE * sizes <= tiles.room()
 
 
 def _token_bytes(rows, most, newest, cotangent: int, like: int, group: int) -> int:
-    """Bytes of a token in a block that holds `most` rows, `group` of them a step; cotangent, like:
-    bytes of a number of those."""
+    """Bytes of a token in a block that holds `most` rows, `group` of them a step; newest: the
+    source and what its cotangent is added to; cotangent, like: bytes of a number of those."""
     width, size = rows.shape[-1], rows.dtype.itemsize
     held = most * (width * size + 2 * 4 * tiles.LANES)
-    around = width * (4 + 2 * cotangent + 4 * like + (0 if newest is None else 4 * size))
+    around = width * (4 + 2 * cotangent + 4 * like + 2 * _moved_newest(newest) * size)
     return held + around + 2 * group * width * size + 5 * 4 * tiles.LANES
+
+
+def _moved_newest(newest) -> int:
+    """How often one as wide as the newest source comes or goes: it, its cotangent, and what that is
+    added to."""
+    source, added_to = newest
+    return 2 * (source is not None) + (added_to is not None)
 
 
 def _sizes(rows, most, newest, cotangent, like) -> tuple[int, int]:
@@ -170,9 +183,9 @@ def _cost(rows, live, newest, scale, cotangent, d_rows, parts):
     (_, tokens, width), size = rows.shape, rows.dtype.itemsize
     like = rows if d_rows is None else d_rows
     by_token = live * (size + like.dtype.itemsize * (1 + (d_rows is not None)))
-    by_token += cotangent.dtype.itemsize + 2 * size * (newest is not None)
+    by_token += cotangent.dtype.itemsize + size * _moved_newest(newest)
     vectors = 4 * width * (1 + SUBLANES * parts) * (1 + (scale is not None))
-    sources = live + (newest is not None)
+    sources = live + (newest[0] is not None)
     return pl.CostEstimate(
         flops=int(tokens * width * (16 * sources + 1 + 14 * (scale is not None))),
         transcendentals=int(tokens * (4 * sources + 2)),
@@ -185,6 +198,7 @@ def _kernel(options, bounds, eps_ref, u_ref, *refs):
     scale_ref = refs.pop(0) if options.has_scale else None
     cotangent_ref = refs.pop(0)
     newest_ref = refs.pop(0) if options.has_newest else None
+    old_newest_ref = refs.pop(0) if options.adds_newest else None
     old_ref = refs.pop(0) if options.adds else None
     rows = [refs.pop(0) for _ in range(options.group)]
     d_row_ref, du_ref = refs.pop(0), refs.pop(0)
@@ -222,7 +236,7 @@ def _kernel(options, bounds, eps_ref, u_ref, *refs):
         turn = functools.partial(_turn, options, first, eps, scale_ref, cotangent_ref)
         over_chunks(block, lambda at: turn(d_scale_ref, state, delta_ref, at))
         if options.has_newest:
-            own = newest_ref, own_e, own_rho, None, d_newest_ref, du_ref
+            own = newest_ref, own_e, own_rho, old_newest_ref, d_newest_ref, du_ref
             over_chunks(block, lambda at: source(at, *own))
         if options.adds:
 

@@ -185,7 +185,7 @@ def _mosaic_backward(form, rule, arguments, cotangent):
     count, d_sources = sources.shape[0] if count is None else count, None
     if not all_seen:
         d_sources = jnp.zeros_like(sources)
-    arrays = sources, count, newest, direction, eps, scale, cotangent, d_sources
+    arrays = sources, count, newest, direction, eps, scale, cotangent, d_sources, None
     found = sharded.mix_backward(form, *arrays, rule)
     d_scale = None if scale is None else found.scale.astype(scale.dtype)
     return found.rows, found.newest, found.direction.astype(direction.dtype), d_scale, None, None

@@ -29,14 +29,15 @@ def depth_read(
     output_scale: jax.Array | None = None,
     *,
     implementation: Implementation = None,
-) -> tuple[jax.Array, jax.Array]:
-    """(mixture, history): one query mixes the live rows of a buffer and one more source.
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """(mixture, history, newest): one query mixes the live rows of a buffer and one more source.
 
     history: [N, ..., D], of which rows 0..count-1 are live, and the others, whatever they hold, are
     not seen; newest: [..., D]; direction: [D], query times key scale, in at least fp32. The mixture
     [..., D] is in at least fp32; with the scale [D] of the RMSNorm that follows it, of the same
-    eps, it comes out normalised and rounded to the dtype of `newest`. The history comes back so
-    that its cotangent passes through: the backward pass adds to it in place, in the live rows.
+    eps, it comes out normalised and rounded to the dtype of `newest`. What was mixed comes
+    back for those who read it next, so that its cotangents pass through: the backward pass adds to
+    them in place, to the history's in the live rows.
 
     Implementations: "xla", which keeps two numbers a token and source and reads dead rows, and, of
     bfloat16 or fp32 sources, "mosaic_tpu" and "mosaic_gpu" (from Hopper on, of a width that is a
@@ -47,16 +48,17 @@ def depth_read(
     form = sharded.form_of(implementation, history, newest, tpu=takes)
     if form != "xla":
         return _mosaic(form, history, newest, direction, output_scale, count, eps)
-    mixture, history = _read(history, newest, direction, count, eps)
+    mixture, *mixed = _read(history, newest, direction, count, eps)
     if output_scale is not None:
         mixture = rms_norm(mixture, output_scale, eps).astype(newest.dtype)
-    return mixture, history
+    return mixture, *mixed
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _mosaic(form, history, newest, direction, scale, count, eps):
     dtype = jnp.float32 if scale is None else newest.dtype
-    return sharded.mix(form, history, count, newest, direction, eps, scale, dtype)[0], history
+    mixture, _ = sharded.mix(form, history, count, newest, direction, eps, scale, dtype)
+    return mixture, history, newest
 
 
 def _mosaic_forward(form, *arguments):
@@ -65,8 +67,8 @@ def _mosaic_forward(form, *arguments):
 
 def _mosaic_backward(form, arguments, cotangents):
     history, newest, direction, scale, count, eps = arguments
-    c, d_history = cotangents
-    found = sharded.mix_backward(form, history, count, newest, direction, eps, scale, c, d_history)
+    given = history, count, newest, direction, eps, scale
+    found = sharded.mix_backward(form, *given, *cotangents)
     d_scale = None if scale is None else found.scale.astype(scale.dtype)
     return found.rows, found.newest, found.direction.astype(direction.dtype), d_scale, None, None
 
@@ -114,12 +116,12 @@ def _forward(history, newest, u, count, eps):
     lse = most + jnp.log(total)
     z = weighted_sum(jnp.exp(logits - lse), v)
     z += jnp.exp(own_logit - lse)[..., None] * own
-    return (z, history), (history, newest, u, count, logits, rho, lse, own_logit, own_rho)
+    return (z, history, newest), (history, newest, u, count, logits, rho, lse, own_logit, own_rho)
 
 
 def _backward(kept, cotangents):
     history, newest, u, count, logits, rho, lse, own_logit, own_rho = kept
-    c, d_history = cotangents
+    c, d_history, d_newest = cotangents
     tokens = tuple(range(c.ndim - 1))
     v, live = live_rows(history, history.shape[0], count)
     own, own_p = at_least_float32(newest), jnp.exp(own_logit - lse)
@@ -135,9 +137,10 @@ def _backward(kept, cotangents):
 
     dv, du = cotangent(v, p, dots, jnp.where(live[..., 0], logits, 0), rho)
     d_own, own_du = cotangent(own, own_p, own_dot, own_logit, own_rho)
+    d_newest = (at_least_float32(d_newest) + d_own).astype(newest.dtype)
     d_history = (at_least_float32(d_history) + dv).astype(d_history.dtype)
     du = jnp.sum(du, axis=(0, *(1 + t for t in tokens))) + jnp.sum(own_du, axis=tokens)
-    return d_history, d_own.astype(newest.dtype), du.astype(u.dtype), None, None
+    return d_history, d_newest, du.astype(u.dtype), None, None
 
 
 _read.defvjp(_forward, _backward)

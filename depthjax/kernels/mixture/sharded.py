@@ -78,24 +78,27 @@ def mix(form, rows, count, newest, direction, eps, scale=None, dtype=jnp.float32
 
 
 def mix_backward(
-    form, rows, count, newest, direction, eps, scale, cotangent, d_rows, rule=PLAIN
+    form, rows, count, newest, direction, eps, scale, cotangent, d_rows, d_newest, rule=PLAIN
 ) -> Cotangents:
     """Those of `mix` from that of the mixture [..., D]; d_rows [N, ..., D]: what is added to, in
-    place, in the live rows, or None: then the others of the result hold anything."""
+    place, in the live rows, or None: then the others of the result hold anything; d_newest [...,
+    D]: what the newest source's is added to, or None."""
     shape = rows.shape
 
-    def local(axes, rows, newest, cotangent, d_rows, direction, eps, scale, count=count):
+    def local(axes, rows, newest, cotangent, d_rows, d_newest, direction, eps, scale, count=count):
         flat = _flat(rows, 1), count, _flat(newest, 0), direction, eps, scale
         options = () if rule == PLAIN else (rule,)
         run = _kernels(form).mix_backward
-        found = Cotangents(*run(*flat, _flat(cotangent, 0), _flat(d_rows, 1), *options))
+        added_to = _flat(d_rows, 1), _flat(d_newest, 0)
+        found = Cotangents(*run(*flat, _flat(cotangent, 0), *added_to, *options))
         sums = tuple(_sum_over(axes, x) for x in (found.direction, found.scale))
         own = None if newest is None else found.newest.reshape(newest.shape)
         return Cotangents(found.rows.reshape(rows.shape), own, *sums)
 
     arrays = [*_with_batch(rows, newest), *reversed(_with_batch(d_rows, cotangent))]
+    arrays.append(_with_batch(None, d_newest)[1])
     given, count_axis = _and_count((*arrays, direction, jnp.asarray(eps), scale), count)
-    in_axes, out_axes = (1, 0, 0, 1, None, None, None, *count_axis), Cotangents(1, 0, None, None)
+    in_axes, out_axes = (1, 0, 0, 1, 0, *[None] * 3, *count_axis), Cotangents(1, 0, None, None)
     found = over_tokens(local, given[0], in_axes, out_axes)(*given)
     own = None if newest is None else found.newest.reshape(newest.shape)
     return found._replace(rows=found.rows.reshape(shape), newest=own)

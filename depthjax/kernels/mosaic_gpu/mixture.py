@@ -82,13 +82,14 @@ def mix(rows, count, newest, u, eps, scale=None, dtype=jnp.float32):
     return wg.merge(mixture), lse
 
 
-def mix_backward(rows, count, newest, u, eps, scale, cotangent, d_rows=None):
+def mix_backward(rows, count, newest, u, eps, scale, cotangent, d_rows=None, d_newest=None):
     """(d_rows, d_newest, du [D], d_scale [D]) of `mix` from the cotangent [T, D] of its mixture.
 
     d_rows: [N, T, D], in any of the dtypes; the rows' cotangents are added to its first `count`
-    rows, in place where the caller donates it; None: to zeros. d_newest: in the dtype of `newest`,
-    or None; du and d_scale (None without a norm): fp32. Moves (3 count + 3) T D numbers with
-    `newest`, and count more where the cache does not hold the rows of the tokens in work.
+    rows, in place where the caller donates it; None: to zeros. d_newest: [T, D], like `newest`, to
+    which its own is added; None: to zeros. du and d_scale (None without a norm): fp32. Moves (3
+    count + 4) T D numbers with a `newest` whose cotangent is added, and count more where the cache
+    does not hold the rows of the tokens in work.
     """
     d_rows = jnp.zeros_like(rows) if d_rows is None else d_rows
     _, tokens, width = rows.shape
@@ -100,18 +101,19 @@ def mix_backward(rows, count, newest, u, eps, scale, cotangent, d_rows=None):
     live = _mean_sources(rows, newest)
     moved = [(live, rows.dtype), (1, cotangent.dtype)]
     moved += [(rows.shape[0] + (newest is None), d_rows.dtype)]  # twice the mean count
-    moved += [] if newest is None else [(1, newest.dtype)]
+    moved += [(1, x.dtype) for x in (newest, d_newest) if x is not None]
 
     def body(block, count_ref, eps_ref, rows_ref, *refs, **scratch):
         newest_ref, refs = _first(refs, newest is not None)
+        old_newest_ref, refs = _first(refs, d_newest is not None)
         scale_ref, refs = _first(refs, scale is not None)
         u_ref, c_ref, d_rows_ref, *refs = refs
         d_newest_ref, refs = _first(refs, newest is not None)
         d_scale_ref, (du_ref,) = _first(refs, scale is not None)
         work = _Backward(
             sources=_Sources(rows_ref, newest_ref, count_ref[0]), d_rows=d_rows_ref,
-            d_newest=d_newest_ref, cotangent=c_ref, u=u_ref, scale=scale_ref,
-            eps=eps_ref[0], width=width, slots=slots, **scratch,
+            d_newest=d_newest_ref, old_newest=old_newest_ref, cotangent=c_ref, u=u_ref,
+            scale=scale_ref, eps=eps_ref[0], width=width, slots=slots, **scratch,
         )  # fmt: skip
         work.run(block, blocks, tokens)
         wg.store(wg.load(work.sums.at[0]), du_ref.at[block])
@@ -135,7 +137,7 @@ def mix_backward(rows, count, newest, u, eps, scale, cotangent, d_rows=None):
         },
     )
     accumulated = jax.new_ref(wg.split(d_rows))
-    operands = _split(rows, newest, scale, u, cotangent)
+    operands = _split(rows, newest, d_newest, scale, u, cotangent)
     out = kernel(wg.integers(count), wg.numbers(eps), *operands, accumulated)
     d_newest, (*d_scale, du) = _first(out, newest is not None)
     reduced = [wg.merge(jnp.sum(x, axis=0)) for x in (du, *d_scale)]
@@ -178,6 +180,7 @@ class _Backward:
     sources: _Sources
     d_rows: Any
     d_newest: Any
+    old_newest: Any
     cotangent: Any
     u: Any
     scale: Any
@@ -243,11 +246,15 @@ class _Backward:
             plgpu.barrier_wait(self.d_arrived.at[slot])
             wg.store(dv + wg.load(self.d_buffer.at[slot]), self.d_rows.at[n, token])
 
+        def own():
+            old = 0 if self.old_newest is None else wg.load(self.old_newest.at[token])
+            wg.store(dv + old, self.d_newest.at[token])
+
         if self.d_newest is None:
             row()
         else:
             pl.when(n < self.sources.count)(row)
-            pl.when(n >= self.sources.count)(lambda: wg.store(dv, self.d_newest.at[token]))
+            pl.when(n >= self.sources.count)(own)
         ring.release(first + n, steps)
 
 
