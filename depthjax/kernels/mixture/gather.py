@@ -20,6 +20,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from depthjax.kernels.arguments import check_array, check_number, check_shapes
 from depthjax.kernels.choice import Implementation
 from depthjax.kernels.mixture import mosaic_tpu_gather, sharded
 from depthjax.kernels.mixture.read import live_rows, score
@@ -54,7 +55,11 @@ def mix_rows(
     implementation: Implementation = None,
 ) -> tuple[jax.Array, jax.Array]:
     """(mixture [..., D], log-sum-exp [...]), in at least fp32, of the first `count` of rows
-    [N, ..., D] under direction [D]. Has no gradient of its own."""
+    [N, ..., D] under direction [D]. Has no gradient of its own. Raises ValueError where arguments
+    do not go together."""
+    check_array("rows", rows, "[N, ..., D]")
+    check_shapes("rows", rows, direction=(direction, rows.shape[-1:]))
+    check_number("count", count, 1, len(rows), "how many rows are live")
     form = sharded.form_of(implementation, rows)
     if form != "xla":
         return sharded.mix(form, rows, count, None, direction, eps)
@@ -88,8 +93,14 @@ def gather_rows(
     rows: [N, ..., D], the sources 0..index, and behind them in row j + 1 the cotangent of reader
     j's mixture, for j = index..N-2; last: [..., D], that of the last reader, N - 1. directions:
     [N, D]; lse, delta: [N, ...], of the readers; entries of readers before `index` are not used.
-    dtype None: as the sums are, in at least fp32.
+    dtype None: as the sums are, in at least fp32. Raises ValueError where arguments do not go
+    together.
     """
+    check_array("rows", rows, "[N, ..., D]")
+    (readers, *tokens, width), numbers = rows.shape, rows.shape[:-1]
+    shapes = {"last": (last, (*tokens, width)), "directions": (directions, (readers, width))}
+    check_shapes("rows", rows, **shapes, lse=(lse, numbers), delta=(delta, numbers))
+    check_number("index", index, 0, readers - 1, "which row gathers")
     form = sharded.form_of(implementation, rows, last, tpu=mosaic_tpu_gather.fits(rows))
     if form != "xla":
         dtype = jnp.float32 if dtype is None else dtype

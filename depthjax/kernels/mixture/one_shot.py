@@ -10,11 +10,14 @@ The paper's ablations of the weights are `MixtureRule`s; the input-independent o
 """
 
 import functools
+import math
 from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
+from depthjax.kernels.arguments import check_array, check_number, check_shapes
 from depthjax.kernels.choice import Implementation
 from depthjax.kernels.mixture import mosaic_tpu_backward, sharded
 from depthjax.kernels.mixture.rule import PLAIN, Keys, MixtureRule
@@ -89,6 +92,7 @@ def depth_weights(
 ) -> jax.Array:
     """The weights of `depth_mix` (same arguments): [N, ...], or [N + 1, ...] with `newest` last;
     exactly zero at the rows that are not live or not seen; in at least fp32."""
+    _check(sources, newest, count, bias, keep, query=query, key_scale=key_scale)
     _check_rule(rule, query, key_scale, bias)
     return _mix(sources, query, key_scale, count, newest, eps, bias, keep, rule)[0]
 
@@ -125,9 +129,9 @@ def depth_mix(
     derivative. Raises ValueError where arguments do not go together.
     """
     if not hasattr(sources, "ndim"):
-        sources = jnp.stack(list(sources))
-    given = {"key_scale": key_scale, "output_scale": output_scale}
-    _check(sources, newest, bias, {"query": query, **given})
+        sources = _stacked(sources)
+    vectors = {"query": query, "key_scale": key_scale, "output_scale": output_scale}
+    _check(sources, newest, count, bias, keep, **vectors)
     _check_rule(rule, query, key_scale, bias)
     by_query = bias is None and keep is None
     on_gpu = by_query and rule == PLAIN
@@ -148,18 +152,25 @@ def depth_mix(
     return mixture.astype(sources.dtype)
 
 
-def _check(sources, newest, bias, vectors) -> None:
-    """Raises ValueError with one sentence where a shape does not go with that of the sources."""
-    if sources.ndim < 2 or not sources.shape[0]:
-        raise ValueError(f"sources has shape {sources.shape}: give [N, ..., D] with N at least 1")
-    wanted = {name: (array, sources.shape[-1:]) for name, array in vectors.items()}
-    wanted["newest"] = newest, sources.shape[1:]
-    wanted["bias"] = bias, (sources.shape[0] + (newest is not None),)
-    for name, (array, shape) in wanted.items():
-        if array is not None and array.shape != shape:
-            raise ValueError(
-                f"{name} has shape {array.shape}, but sources of shape {sources.shape} need {shape}"
-            )
+def _stacked(sources) -> jax.Array:
+    """N arrays [..., D] as one."""
+    shapes = {np.shape(source) for source in sources}
+    if len(shapes) != 1:
+        raise ValueError(
+            f"sources have shapes {sorted(shapes)}: give at least one, all of one shape"
+        )
+    return jnp.stack(list(sources))
+
+
+def _check(sources, newest, count, bias, keep, **vectors) -> None:
+    """Raises ValueError with one sentence where an argument does not go with the sources."""
+    check_array("sources", sources, "[N, ..., D]")
+    (rows, *_), own = sources.shape, newest is not None
+    shapes = {name: (vector, sources.shape[-1:]) for name, vector in vectors.items()}
+    shapes |= {"newest": (newest, sources.shape[1:]), "bias": (bias, (rows + own,))}
+    check_shapes("sources", sources, **shapes)
+    check_number("count", count, 0 if own else 1, rows, "how many sources are live")
+    check_number("keep", keep, 1, math.inf, "how many logits stay")
 
 
 def _check_rule(rule, query, key_scale, bias) -> None:

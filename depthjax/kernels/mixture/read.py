@@ -14,6 +14,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
+from depthjax.kernels.arguments import check_array, check_number, check_shapes
 from depthjax.kernels.choice import Implementation
 from depthjax.kernels.mixture import mosaic_tpu_backward, sharded
 from depthjax.kernels.over_mesh import platform
@@ -42,8 +43,14 @@ def depth_read(
     Implementations: "xla", which keeps two numbers a token and source and reads dead rows, and, of
     bfloat16 or fp32 sources, "mosaic_tpu" and "mosaic_gpu" (from Hopper on, of a width that is a
     multiple of 128), which keep nothing and move each live source once each way (a GPU reads it a
-    second time backward, of its cache); they have no forward-mode derivative.
+    second time backward, of its cache); they have no forward-mode derivative. Raises ValueError
+    where arguments do not go together.
     """
+    check_array("history", history, "[N, ..., D]", least=0)
+    vectors = {"direction": direction, "output_scale": output_scale}
+    shapes = {name: (vector, history.shape[-1:]) for name, vector in vectors.items()}
+    check_shapes("history", history, newest=(newest, history.shape[1:]), **shapes)
+    check_number("count", count, 0, len(history), "how many rows are live")
     takes = mosaic_tpu_backward.fits(history, newest)
     form = sharded.form_of(implementation, history, newest, tpu=takes)
     if form != "xla":

@@ -28,17 +28,23 @@ class Cotangents(NamedTuple):
 def form_of(
     implementation: Implementation, *arrays: jax.Array | None, tpu: bool = True, gpu: bool = True
 ) -> str:
-    """The form that runs on these sources [..., D]: one dtype, bfloat16 or float32, for both Mosaic
-    forms, and a width that `mosaic_gpu.fits`. tpu, gpu: whether they take the rest. Raises
-    ValueError where a GPU's is named and does not take the sources."""
-    same, width = tiles.fits(*arrays), arrays[0].shape[-1]
+    """The form that runs on these sources [..., D]: one dtype, bfloat16 or float32, of some tokens
+    for both Mosaic forms, for a GPU's a width that `mosaic_gpu.fits`. tpu, gpu: whether they take
+    the rest. Raises ValueError where one is named and does not take the sources."""
+    same, width = tiles.fits(*arrays) and arrays[0].size > 0, arrays[0].shape[-1]
     on_gpu = same and mosaic_gpu.fits(width, arrays[0].dtype)
     form = choose(implementation, tpu=tpu and same, gpu=gpu and on_gpu)
     if form == "mosaic_gpu" and not on_gpu:
         raise ValueError(
             f"sources are {arrays[0].dtype} of width {width}: implementation='mosaic_gpu' takes "
-            f"bfloat16 or float32, all the same, of a multiple of {mosaic_gpu.LANES} up to "
-            "7168, in fp32 5760; give None or 'xla'"
+            "bfloat16 or float32, all the same, of some tokens, of a width that is a multiple of "
+            f"{mosaic_gpu.LANES} up to 7168, in fp32 5760; give None or 'xla'"
+        )
+    if form == "mosaic_tpu" and not same:
+        dtypes = " and ".join(sorted({str(x.dtype) for x in arrays if x is not None}))
+        raise ValueError(
+            f"sources are {dtypes} of shape {arrays[0].shape}: implementation='mosaic_tpu' takes "
+            "bfloat16 or float32, all the same, of some tokens; give None or 'xla'"
         )
     return form
 

@@ -10,7 +10,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
+from depthjax.kernels.arguments import check_array, check_shapes
 from depthjax.kernels.choice import Implementation, choose
 from depthjax.kernels.streams import mosaic_gpu, mosaic_tpu, xla
 
@@ -42,8 +44,12 @@ def read_streams(
     kernel, which reads and writes every stream once. On a GPU (from Hopper on, 2 to 32 streams of
     bfloat16 or fp32, of a width that is a multiple of 128 up to 7168, in fp32 5760) streams are
     read before their weights are known, and again for what they weigh. Raises ValueError for a form
-    that does not take the arguments.
+    that does not take the arguments, and where they do not go together.
     """
+    check_array("streams", streams, "[m, ..., D]")
+    m, *_, width = streams.shape
+    wanted = (width, "c") if np.ndim(columns) == 2 else (m, width, "c")
+    check_shapes("streams", streams, columns=(columns, wanted), scale=(scale, (width,)))
     fits = {name: form.fits(streams, columns) for name, form in _FORMS.items() if form is not xla}
     form = choose(implementation, tpu=fits["mosaic_tpu"], gpu=fits["mosaic_gpu"])
     if not fits.get(form, True):

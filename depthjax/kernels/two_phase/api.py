@@ -4,8 +4,10 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from depthjax.kernels import mosaic_gpu
+from depthjax.kernels.arguments import check_array, check_number, check_shapes
 from depthjax.kernels.choice import Implementation, choose
 from depthjax.kernels.over_mesh import over_batch, tokens_of
 from depthjax.kernels.rms_norm import at_least_float32
@@ -33,8 +35,14 @@ def phase1(
     of which dead rows are not fetched (of up to 16 rows); on a TPU, a token that is not finite
     spoils up to 15 neighbours. The mixtures' error is one rounding to their dtype, on a TPU for
     bfloat16 and S > 8 plus 2^-9 of the largest source. The backward pass keeps the log-sum-exp and
-    the arguments. Raises ValueError for a form that does not take the arguments.
+    the arguments. Raises ValueError where arguments do not go together, or with a form.
     """
+    check_array("blocks", blocks, "[N, ..., D]")
+    check_array("queries", queries, "[S, D]")
+    width = blocks.shape[-1]
+    scales = queries.shape if np.ndim(key_scale) == 2 else (width,)
+    check_shapes("blocks", blocks, queries=(queries, ("S", width)), key_scale=(key_scale, scales))
+    check_number("count", count, 0, len(blocks), "how many blocks are live")
     form = _form_of_phase1(implementation, blocks, queries.shape[0], len(blocks))
     return _phase1(form, blocks, _directions(queries, key_scale), count, eps)
 
@@ -94,7 +102,18 @@ def phase2(
 
     A Mosaic form is one launch for any number of tokens, and moves 5 rows of tokens x D (4 where
     there is no branch, or a fresh one). The backward pass keeps the mixture, the lse and p.
+    Raises ValueError where arguments do not go together, or with a form.
     """
+    check_array("open_sum", open_sum, "[..., D]", axes=1)
+    (*tokens, width), all_ = open_sum.shape, () if place is None else ("S",)
+    vectors = {"query": query, "key_scale": key_scale, "norm_scale": norm_scale}
+    shapes = {name: (vector, (width,)) for name, vector in vectors.items()}
+    shapes["mixture"] = mixture, (*all_, *tokens, width)
+    shapes["lse"] = lse, (*np.shape(mixture)[: len(all_)], *tokens)
+    shapes |= {"branch": (branch, open_sum.shape), "fresh": (fresh, ())}
+    check_shapes("open_sum", open_sum, **shapes)
+    if place is not None:
+        check_number("place", place, 0, len(mixture) - 1, "which mixture is read")
     if branch is None and fresh is not None:
         raise ValueError("fresh says that a branch replaces the open sum, but there is no branch")
     if place is None:
@@ -114,14 +133,15 @@ def _form_of_phase1(implementation, blocks, queries, rows):
 def _form(implementation, fits_tpu, *arrays):
     """The form for arrays [..., D]; fits_tpu: whether a TPU has room for them."""
     dtypes, width = [x.dtype for x in arrays if x is not None], arrays[0].shape[-1]
-    narrow = all(dtype in (jnp.bfloat16, jnp.float32) for dtype in dtypes)
-    fits = {"tpu": narrow and fits_tpu, "gpu": mosaic_gpu.fits(width, *dtypes)}
+    narrow = all(dtype in (jnp.bfloat16, jnp.float32) for dtype in dtypes) and arrays[0].size > 0
+    fits = {"tpu": narrow and fits_tpu, "gpu": narrow and mosaic_gpu.fits(width, *dtypes)}
     form = choose(implementation, **fits)
     if form != "xla" and not fits[form.removeprefix("mosaic_")]:
         raise ValueError(
-            f"two-phase reads have no form {form} for these arguments: it takes bfloat16 and "
-            "float32, on a TPU as many sources of a width as fit there, on a GPU widths that are "
-            f"multiples of {mosaic_gpu.LANES} up to 7168, in fp32 5760; give 'xla' or None"
+            f"arguments like {jax.typeof(arrays[0])} have no {form} form: it takes bfloat16 and "
+            "float32, some tokens, on a TPU as many sources of a width as fit there, on a GPU "
+            f"widths that are multiples of {mosaic_gpu.LANES} up to 7168, in fp32 5760; give 'xla' "
+            "or None"
         )
     return form
 
