@@ -119,6 +119,23 @@ def test_blocks_of_several_groups():
         assert_close(*both(rule, params, streams, cotangents), 1e-5)
 
 
+def test_weights_of_the_streams_alone():
+    """Neither gates nor columns: more of a stream is read the larger it is."""
+
+    def weigh(gates, products, squares):
+        read = squares / jnp.sum(squares, axis=0)
+        return read, 2 * read, jnp.stack([read, jnp.roll(read, 1, axis=0)])
+
+    def loss(implementation, scale, streams):
+        options = {"implementation": implementation}
+        results = read_streams(weigh, 1e-6, {}, None, scale, streams, **options)
+        return sum(jnp.sum(jnp.sin(x)) for x in results)
+
+    given = jnp.arange(8.0), jax.random.normal(jax.random.key(0), (2, 5, 8))
+    compute = jax.jit(jax.value_and_grad(loss, (1, 2)), static_argnums=0)
+    assert_close(compute("mosaic_tpu", *given), compute("xla", *given), 1e-5)
+
+
 @pytest.mark.jax_version
 def test_kernels_over_a_mesh():
     rule = HC(streams=2)

@@ -83,12 +83,13 @@ def backward(weigh, eps, gates, columns, scale, streams, small, by_x, by_mixed, 
 
 
 def _weigh(weigh, gates, *measured):
-    """The weights of tokens in one axis, which is filled up for `rounds`."""
+    """The weights of tokens in one axis, which is filled up for `rounds` with the last one again:
+    of zeros they might not be finite."""
     tokens = measured[-1].shape[-1]
     missing = -tokens % mosaic_gpu.LANES
 
     def fill(x):
-        return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, missing)])
+        return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, missing)], "edge")
 
     with repeating(_repeat):
         weights = weigh(beside(gates, 1), *jax.tree.map(fill, measured))

@@ -87,7 +87,7 @@ def backward(weigh, eps, gates, columns, scale, streams, small, by_x, by_mixed, 
 def _flatten(gates, blocks):
     """(gates [P, groups, group], the inverse): each one the same for all tokens of a block."""
     leaves, tree = jax.tree.flatten(gates)
-    flat = [leaf.astype(jnp.float32).reshape(-1) for leaf in leaves]
+    flat = [leaf.astype(jnp.float32).reshape(-1) for leaf in leaves] or [jnp.zeros(1, jnp.float32)]
     shape = blocks.groups, blocks.group
     flat = jnp.broadcast_to(jnp.concatenate(flat)[:, None, None], (blocks.gates, *shape))
 
@@ -115,15 +115,21 @@ def _column_terms(columns, blocks, order):
     return [jnp.concatenate([terms[i] for i in order[: len(terms)]], axis=1)]
 
 
-def _pad(x, axis, size):
-    """Zeros behind so few tokens that a group is not full."""
+def _pad(x, axis, size, mode="constant"):
+    """Zeros, or with mode "edge" the last token again, behind so few that a group is not full."""
     missing = size - x.shape[axis]
     widths = [(0, missing if i == axis else 0) for i in range(x.ndim)]
-    return jnp.pad(x, widths) if missing else x
+    return jnp.pad(x, widths, mode) if missing else x
+
+
+def _pad_streams(x, size):
+    """With tokens whose weights are finite where those of the last are; their cotangents are 0."""
+    return _pad(x, 1, size, "edge")
 
 
 def _count(gates):
-    return sum(leaf.size for leaf in jax.tree.leaves(gates))
+    """Of their numbers; one where there are none, as a kernel takes no empty array."""
+    return sum(leaf.size for leaf in jax.tree.leaves(gates)) or 1
 
 
 def _forward(weigh, eps, gates, columns, scale, streams):
@@ -131,7 +137,7 @@ def _forward(weigh, eps, gates, columns, scale, streams):
     the last: write, read, mean squares and products of each token."""
     tokens = streams.shape[1]
     b = Blocks.of(streams, columns, _count(gates))
-    streams = _pad(streams, 1, b.tokens)
+    streams = _pad_streams(streams, b.tokens)
     flat, unflatten = _flatten(gates, b)
     terms = _column_terms(columns, b, (0, 1, 2))
     operands = [flat, *terms, scale.astype(jnp.float32)[None], streams]
@@ -222,7 +228,7 @@ def _backward(weigh, eps, gates, columns, scale, streams, small, by_x, by_mixed,
     """The cotangents of gates, columns, scale, and of streams [m, T, D]."""
     tokens = streams.shape[1]
     b = Blocks.of(streams, columns, _count(gates))
-    streams, by_mixed = (_pad(x, 1, b.tokens) for x in (streams, by_mixed))
+    streams, by_mixed = _pad_streams(streams, b.tokens), _pad(by_mixed, 1, b.tokens)
     by_x = _pad(by_x, 0, b.tokens)
     by_write = _pad(by_write.astype(jnp.float32), 1, b.all_groups * b.group)
     by_write = jnp.swapaxes(by_write.reshape(b.streams, -1, b.group), 0, 1)
@@ -328,7 +334,8 @@ def _backward_kernel(b, weigh, eps, unflatten, projects, gates_ref, *refs):
     )
     put_rows(coefficients, 0, weights)
     leaves = [x.reshape(-1, b.groups, b.group) for x in jax.tree.leaves(by_gates)]
-    by_gates_ref[...] += b.tokens_of(jnp.concatenate(leaves), step, (1, 2))
+    if leaves:
+        by_gates_ref[...] += b.tokens_of(jnp.concatenate(leaves), step, (1, 2))
     if projects:
         by_products.put(b.tokens_of(by_measured[0], step, _last_two(by_measured[0])))
 
