@@ -335,8 +335,13 @@ def largest_error(function: Callable, abstract: tuple) -> float:
 
 
 def main() -> None:
+    def number(text: str) -> int:
+        if int(text) < 1:
+            raise argparse.ArgumentTypeError(f"{text} is no size: give at least 1")
+        return int(text)
+
     def numbers(text: str) -> list[int]:
-        return [int(part) for part in text.split(",")]
+        return [number(part) for part in text.split(",")]
 
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -345,13 +350,18 @@ def main() -> None:
     parser.add_argument("--only", default="", help="functions whose name holds this")
     parser.add_argument("--widths", type=numbers, default=list(WIDTHS))
     parser.add_argument("--queries", type=numbers, default=[8, 16])
-    parser.add_argument("--tokens", type=int, default=8192)
+    parser.add_argument("--tokens", type=number, default=8192)
     parser.add_argument("--measure", action="store_true", help="on the TPU of this machine")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     options = parser.parse_args()
     for chip in options.chips:
         if chip not in TOPOLOGIES:
             parser.error(f"chip is {chip!r}: choose from {', '.join(TOPOLOGIES)}")
+    if not any(options.only in case.name for case in CASES):
+        names = ", ".join(case.name for case in CASES)
+        parser.error(f"no function's name holds {options.only!r}: there are {names}")
+    if options.measure and jax.default_backend() != "tpu":
+        parser.error(f"--measure takes a TPU, and this machine's devices are {jax.devices()[0]}")
     if options.worker:
         sizes = options.only, options.widths, options.queries, options.tokens
         compiled(options.worker, *sizes)
