@@ -1,5 +1,7 @@
 """Running an array function on each device's part, and for which platform, by the mesh in force."""
 
+import functools
+import inspect
 import math
 from collections.abc import Callable
 from typing import Any
@@ -48,12 +50,55 @@ def dividing(size: int, axes: tuple[str, ...]) -> tuple[str, ...]:
 
 def free_axes() -> dict[str, int]:
     """Sizes of the mesh axes that the compiler is free to use."""
+    return _axes_of(jax.sharding.AxisType.Auto)
+
+
+def _axes_of(wanted: jax.sharding.AxisType) -> dict[str, int]:
     mesh = jax.sharding.get_abstract_mesh()
-    return {
-        name: mesh.shape[name]
-        for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True)
-        if kind == jax.sharding.AxisType.Auto
-    }
+    kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    return {name: mesh.shape[name] for name, kind in kinds if kind == wanted}
+
+
+def frees_axes(like: str, *results: tuple[int, bool] | None, lead: int = 1) -> Callable:
+    """Decorates a function of arrays for meshes with Explicit axes, as `jax.make_mesh` makes them:
+    inside, the compiler is free to use them, and results are divided as the argument `like`.
+
+    lead: axes of that argument in front of its tokens, if it is no list of arrays [..., D];
+    results: of each, how many it has there, which are whole, and whether it has a width; None: it
+    is whole.
+    """
+
+    def decorate(function):
+        signature = inspect.signature(function)
+
+        @functools.wraps(function)
+        def run(*args, **kwargs):
+            explicit = tuple(_axes_of(jax.sharding.AxisType.Explicit))
+            if not explicit:
+                return function(*args, **kwargs)
+            tokens = signature.bind(*args, **kwargs).arguments[like]
+            tokens, front = (tokens, lead) if hasattr(tokens, "ndim") else (next(iter(tokens)), 0)
+            spec = jax.typeof(tokens).sharding.spec[front:]
+
+            def divided(front, has_width):
+                return P(*[None] * front, *spec[: len(spec) - (not has_width)])
+
+            specs = tuple(P() if axes is None else divided(*axes) for axes in results)
+            leaves, tree = jax.tree.flatten((args, kwargs))
+            places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, jax.Array)]
+
+            def call(*arrays):
+                given = dict(enumerate(leaves)) | dict(zip(places, arrays, strict=True))
+                args, kwargs = jax.tree.unflatten(tree, given.values())
+                return function(*args, **kwargs)
+
+            out = specs if len(specs) > 1 else specs[0]
+            free = jax.sharding.auto_axes(call, axes=explicit, out_sharding=out)
+            return free(*(leaves[place] for place in places))
+
+        return run
+
+    return decorate
 
 
 def over_batch(

@@ -24,6 +24,7 @@ from depthjax.kernels.arguments import check_array, check_number, check_shapes
 from depthjax.kernels.choice import Implementation
 from depthjax.kernels.mixture import mosaic_tpu_gather, sharded
 from depthjax.kernels.mixture.read import live_rows, score
+from depthjax.kernels.over_mesh import frees_axes
 from depthjax.kernels.rms_norm import at_least_float32
 
 SIZES = 2
@@ -46,6 +47,7 @@ def over_prefix(rows: int, count: jax.Array, make: Callable[[int], Callable], *o
     return jax.lax.switch(index, [make(size) for size in sizes], *operands)
 
 
+@frees_axes("rows", (0, True), (0, False))
 def mix_rows(
     rows: jax.Array,
     count: jax.Array | int,
@@ -76,6 +78,7 @@ def mix_rows(
     return over_prefix(rows.shape[0], count, make, rows)
 
 
+@frees_axes("rows", (0, True), None)
 def gather_rows(
     rows: jax.Array,
     index: jax.Array | int,

@@ -21,6 +21,7 @@ from depthjax.kernels.arguments import check_array, check_number, check_shapes
 from depthjax.kernels.choice import Implementation
 from depthjax.kernels.mixture import mosaic_tpu_backward, sharded
 from depthjax.kernels.mixture.rule import PLAIN, Keys, MixtureRule
+from depthjax.kernels.over_mesh import frees_axes
 from depthjax.kernels.rms_norm import at_least_float32, rms_norm
 
 
@@ -97,6 +98,7 @@ def depth_weights(
     return _mix(sources, query, key_scale, count, newest, eps, bias, keep, rule)[0]
 
 
+@frees_axes("sources", (0, True))
 def depth_mix(
     sources: jax.Array | Sequence[jax.Array],
     query: jax.Array | None,

@@ -17,10 +17,11 @@ import jax.numpy as jnp
 from depthjax.kernels.arguments import check_array, check_number, check_shapes
 from depthjax.kernels.choice import Implementation
 from depthjax.kernels.mixture import mosaic_tpu_backward, sharded
-from depthjax.kernels.over_mesh import platform
+from depthjax.kernels.over_mesh import frees_axes, platform
 from depthjax.kernels.rms_norm import at_least_float32, rms_norm
 
 
+@frees_axes("history", (0, True), (1, True))
 def depth_read(
     history: jax.Array,
     newest: jax.Array,

@@ -14,12 +14,14 @@ import numpy as np
 
 from depthjax.kernels.arguments import check_array, check_shapes
 from depthjax.kernels.choice import Implementation, choose
+from depthjax.kernels.over_mesh import frees_axes
 from depthjax.kernels.streams import mosaic_gpu, mosaic_tpu, xla
 
 Weigh = Callable[[Any, jax.Array | None, jax.Array], tuple[jax.Array, jax.Array, jax.Array]]
 _FORMS = {"xla": xla, "mosaic_tpu": mosaic_tpu, "mosaic_gpu": mosaic_gpu}
 
 
+@frees_axes("streams", (0, True), (1, True), (1, False))
 def read_streams(
     weigh: Weigh,
     eps: float,

@@ -9,12 +9,13 @@ import numpy as np
 from depthjax.kernels import mosaic_gpu
 from depthjax.kernels.arguments import check_array, check_number, check_shapes
 from depthjax.kernels.choice import Implementation, choose
-from depthjax.kernels.over_mesh import over_batch, tokens_of
+from depthjax.kernels.over_mesh import frees_axes, over_batch, tokens_of
 from depthjax.kernels.rms_norm import at_least_float32
 from depthjax.kernels.two_phase import xla
 from depthjax.kernels.two_phase.tiles import block_tokens
 
 
+@frees_axes("blocks", (1, True), (1, False))
 def phase1(
     blocks: jax.Array,
     queries: jax.Array,
@@ -76,6 +77,7 @@ def phase1_backward(
     return run(blocks, directions, lse, by_mixtures, by_lse, count, eps, into)
 
 
+@frees_axes("open_sum", (0, True), (0, True), lead=0)
 def phase2(
     mixture: jax.Array,
     lse: jax.Array,
