@@ -93,15 +93,21 @@ def test_all_fixtures_are_here():
 # Softmax attention over depth
 
 
-def mix(case, dtype):
+forms = pytest.mark.parametrize(
+    "form", ["xla", pytest.param("mosaic_tpu", marks=pytest.mark.proof)]
+)
+"""By default without kernels: interpreted they take a while on every fixture."""
+
+
+def mix(case, dtype, form=None):
     """(outputs, gradients) of `depth_mix` and `depth_weights` on a fixture's inputs."""
     tensors, args = load(case)
 
     def run(given):
         sources, key_scale = given["residuals"], given["rms_weight"]
         query, eps = given["query"] * args["scale"], args["rms_eps"]
-        scale = given.get("output_rms_weight")
-        mixture = depth_mix(sources, query, key_scale, eps=eps, output_scale=scale)
+        options = {"output_scale": given.get("output_rms_weight"), "implementation": form}
+        mixture = depth_mix(sources, query, key_scale, eps=eps, **options)
         return {"o": mixture, "p": depth_weights(sources, query, key_scale, eps=eps)}
 
     outputs, gradients = value_and_gradients(run, inputs(tensors, dtype))
@@ -129,13 +135,14 @@ def largest_logit(case):
     return np.max(np.abs(sources @ direction / norms)) * args["scale"]
 
 
+@forms
 @cases("attnres_mix")
-def test_depth_mix(case):
+def test_depth_mix(case, form):
     """A logit is exact to one rounding of itself, and so are the weights: at logits of 300 this is
     more than 1e-5, and the reference's own fp32 result is off by as much."""
     dtype, bound = {"float32": FLOAT32, "bfloat16": BFLOAT16}[load(case)[1]["dtype"]]
     bound = max(bound, np.finfo(np.float32).eps * largest_logit(case))
-    outputs, gradients = mix(case, dtype)
+    outputs, gradients = mix(case, dtype, form)
     assert outputs["o"].dtype == dtype
     compare_mix(case, outputs, gradients, bound)
 
@@ -261,9 +268,10 @@ def test_kimi_k3_stack(case):
 # Attention Residuals in two phases
 
 
-def merged(mixture, lse, open_sum, query, eps):
+def merged(mixture, lse, open_sum, query, eps, form=None):
     """The input of a sublayer, before its norm: the RMS of the result is taken out of phase 2."""
     merge = {"query": query, "norm_scale": jnp.ones_like(query), "eps": eps}
+    merge["implementation"] = form
     x, _ = phase2(mixture, lse, open_sum, norm_eps=0.0, **merge)
     rms = jnp.sqrt(jnp.mean(open_sum**2, -1) + eps)
     logit = jnp.sum(open_sum * query, -1) / rms
@@ -272,15 +280,17 @@ def merged(mixture, lse, open_sum, query, eps):
     return x * jnp.sqrt(jnp.mean(h * h, -1, keepdims=True))
 
 
+@forms
 @cases("attnres_two_phase_0")
-def test_two_phases(case):
+def test_two_phases(case, form):
     """Stored in fp32, as the reference computes."""
     tensors, args = load(case)
     given = inputs(tensors, jnp.float32)
-    mixtures, lse = phase1(given["block_values"], given["queries"], eps=args["eps"])
+    eps, options = args["eps"], {"implementation": form}
+    mixtures, lse = phase1(given["block_values"], given["queries"], eps=eps, **options)
     rest = zip(mixtures[1:], lse[1:], given["partial_sums"], given["queries"][1:], strict=True)
     outputs = {"first_layer_input": mixtures[0], "lse": lse, "phase1_normalized": mixtures}
-    outputs["merged"] = jnp.stack([merged(*each, args["eps"]) for each in rest])
+    outputs["merged"] = jnp.stack([merged(*each, eps, form) for each in rest])
     wanted = {name: value for name, value in tensors.items() if name.startswith("out.")}
     compare(wanted, outputs, {}, 2e-5)
 
