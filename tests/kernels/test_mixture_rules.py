@@ -164,6 +164,19 @@ def test_the_tpu_kernels_on_all_rows():
     assert not actual[1][0][1:3].any()
 
 
+@pytest.mark.parametrize("form", ["xla", "mosaic_tpu"])
+def test_the_backward_pass_keeps_no_copy_of_the_sources(form):
+    sources, query = jnp.ones((5, 6, 32), jnp.bfloat16), jnp.ones(32)
+
+    def mix(sources, query):
+        options = {"count": 3, "output_scale": query, "implementation": form}
+        return depth_mix(sources, query, **options)
+
+    pull = jax.eval_shape(lambda *given: jax.vjp(mix, *given)[1], sources, query)
+    kept = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(pull))
+    assert kept < sources.nbytes + 6 * 32 * 2
+
+
 def test_what_there_is_not():
     rows, query = jnp.zeros((3, 2, 8)), jnp.zeros(8)
     with pytest.raises(ValueError, match=r"^scores is 'hard': give one of"):

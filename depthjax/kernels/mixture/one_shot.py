@@ -124,7 +124,8 @@ def depth_mix(
     the sources. Statistics, softmax and sum are in at least fp32, rounded once at the end. At least
     one source must be live.
 
-    Implementations: "xla", which reads each source twice, and, of bfloat16 or fp32 sources, without
+    Implementations: "xla", which reads each source twice and keeps nothing for the backward pass,
+    which reads them again, and, of bfloat16 or fp32 sources, without
     bias and keep and with a query, "mosaic_tpu" and, without a rule, "mosaic_gpu" (from Hopper on,
     of a width that is a multiple of 128), which read each live source that the rule sees once
     forward and once backward (a GPU a second time, of its cache), and have no forward-mode
@@ -148,10 +149,15 @@ def depth_mix(
         if key_scale is not None:
             direction = direction * at_least_float32(key_scale)
         return _mosaic(form, rule, sources, newest, direction, output_scale, count, eps)
-    _, mixture = _mix(sources, query, key_scale, count, newest, eps, bias, keep, rule)
-    if output_scale is not None:
-        mixture = rms_norm(mixture, output_scale, eps)
-    return mixture.astype(sources.dtype)
+
+    @jax.checkpoint  # or the backward pass would keep the sources once more, in fp32
+    def read(sources, newest, query, key_scale, bias, output_scale):
+        _, mixture = _mix(sources, query, key_scale, count, newest, eps, bias, keep, rule)
+        if output_scale is not None:
+            mixture = rms_norm(mixture, output_scale, eps)
+        return mixture.astype(sources.dtype)
+
+    return read(sources, newest, query, key_scale, bias, output_scale)
 
 
 def _stacked(sources) -> jax.Array:
