@@ -124,12 +124,11 @@ def depth_mix(
     the sources. Statistics, softmax and sum are in at least fp32, rounded once at the end. At least
     one source must be live.
 
-    Implementations: "xla", which reads each source twice and keeps nothing for the backward pass,
-    which reads them again, and, of bfloat16 or fp32 sources, without
-    bias and keep and with a query, "mosaic_tpu" and, without a rule, "mosaic_gpu" (from Hopper on,
-    of a width that is a multiple of 128), which read each live source that the rule sees once
-    forward and once backward (a GPU a second time, of its cache), and have no forward-mode
-    derivative. Raises ValueError where arguments do not go together.
+    Implementations: "xla", which reads each source twice, and again for the backward pass, and, of
+    bfloat16 or fp32 sources, without bias and keep and with a query, "mosaic_tpu" and, without a
+    rule, "mosaic_gpu" (from Hopper on, of a width that is a multiple of 128), which read each live
+    source that the rule sees once forward and once backward (a GPU a second time, of its cache),
+    and have no forward-mode derivative. Raises ValueError where arguments do not go together.
     """
     if not hasattr(sources, "ndim"):
         sources = _stacked(sources)

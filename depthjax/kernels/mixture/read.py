@@ -21,7 +21,7 @@ from depthjax.kernels.over_mesh import frees_axes, platform
 from depthjax.kernels.rms_norm import at_least_float32, rms_norm
 
 
-@frees_axes("history", (0, True), (1, True))
+@frees_axes("history", (0, True), (1, True), (0, True))
 def depth_read(
     history: jax.Array,
     newest: jax.Array,
