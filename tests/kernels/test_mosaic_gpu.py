@@ -52,23 +52,23 @@ def simulated(test):
     return pytest.mark.usefixtures("simulation")(test)
 
 
-def load_benchmark():
-    path = pathlib.Path(__file__).parents[2] / "benchmarks" / "gpu_check.py"
-    spec = importlib.util.spec_from_file_location("gpu_check", path)
+def load_cases():
+    path = pathlib.Path(__file__).parents[2] / "benchmarks" / "gpu_cases.py"
+    spec = importlib.util.spec_from_file_location("gpu_cases", path)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
 
 
-check = load_benchmark()
-every_kernel = pytest.mark.parametrize("case", check.CASES, ids=lambda case: case.name)
+gpu_cases = load_cases()
+every_kernel = pytest.mark.parametrize("case", gpu_cases.CASES, ids=lambda case: case.name)
 
 
 @pytest.fixture
 def simulation(monkeypatch):
     """Of few rows and queries, to be quick."""
     for name, size in (("ROWS", 4), ("LIVE", 3), ("QUERIES", 3), ("STREAMS", 2)):
-        monkeypatch.setattr(check, name, size)
+        monkeypatch.setattr(gpu_cases, name, size)
     from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
 
     with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams(detect_races=True)):
@@ -97,20 +97,20 @@ def assert_close(actual, expected, relative=1e-5):
 @simulated
 @every_kernel
 def test_kernels_equal_float64(case):
-    assert check.worst_error(case, case.inputs(2, 256)) < 4e-3  # bf16 rounds to 2^-9
+    assert gpu_cases.worst_error(case, case.inputs(2, 256)) < 4e-3  # bf16 rounds to 2^-9
 
 
 @simulated
-@pytest.mark.parametrize("case", check.PUBLIC, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", gpu_cases.PUBLIC, ids=lambda case: case.name)
 def test_public_functions_and_gradients_equal_float64(case):
     arrays = [x.astype(jnp.float32) for x in case.inputs(2, 128)]
-    assert check.worst_error(case, arrays) < 1e-5
+    assert gpu_cases.worst_error(case, arrays) < 1e-5
 
 
 @simulated
 def test_the_pull_form():
     """In fp32, and rounded once; rows of others hold NaN."""
-    rows, *rest = (x.astype(jnp.float32) for x in check.gather_inputs(2, 128))
+    rows, *rest = (x.astype(jnp.float32) for x in gpu_cases.gather_inputs(2, 128))
     with jax.enable_x64(True):
         wide = [jnp.asarray(np.asarray(x, np.float64)) for x in (rows, *rest)]
         expected = gather_rows(wide[0], 1, *wide[1:], 1e-6)
@@ -167,7 +167,7 @@ def test_mixture_gradients_in_float32():
 
     def naive(rows, own, u):
         v = jnp.concatenate([rows[:2], own[None]])
-        e = jnp.sum(check.rms(v, 1e-6) * u, axis=-1)
+        e = jnp.sum(gpu_cases.rms(v, 1e-6) * u, axis=-1)
         return jnp.sum(jax.nn.softmax(e, axis=0)[..., None] * v, axis=0)
 
     with jax.enable_x64(True):
@@ -185,9 +185,9 @@ def test_mixture_gradients_in_float32():
 @simulated
 def test_merge_does_not_see_the_sum_of_a_finished_block():
     """Nor other mixtures than its own; without a branch the open sum stays as it is."""
-    _, branch, z, *rest = check.merge_inputs(3, 128)
+    _, branch, z, *rest = gpu_cases.merge_inputs(3, 128)
     garbage = jnp.full((3, 128), jnp.nan, jnp.bfloat16)
-    expected = check.naive_merge(branch, z, *rest)[0]
+    expected = gpu_cases.naive_merge(branch, z, *rest)[0]
     for open_sum, added, fresh in ((garbage, branch, jnp.bool_(True)), (branch, None, None)):
         x, p = two_phase.merge(
             jnp.stack([garbage, z]), 1, open_sum, added, *rest, fresh, (1e-6, 1e-5)
@@ -227,7 +227,7 @@ def test_cotangents_of_queries_in_parts(monkeypatch, count, queries, registers):
     before, d_lse = normal(3, 3, 1, 256), normal(4, queries, 1)
     with jax.enable_x64(True):
         live, *rest = (np.asarray(x, np.float64) for x in (rows[:count], u, c, d_lse))
-        (_, lse), pull = jax.vjp(check.naive_phase_one, live, rest[0])
+        (_, lse), pull = jax.vjp(gpu_cases.naive_phase_one, live, rest[0])
         by_rows, du = map(np.asarray, pull(tuple(rest[1:])))
         lse = np.asarray(lse, np.float32)
     actual = queries_backward.phase_one_backward(
@@ -258,9 +258,12 @@ def test_rounds_of_a_step(algorithm, times):
 
 def test_the_stack_is_that_of_block_attnres():
     """The stack of reads that is timed, against the residual connection's own moves."""
-    embedding, queries, scale = map(check.up, check.stack_inputs(3, 128))
+    embedding, queries, scale = map(gpu_cases.up, gpu_cases.stack_inputs(3, 128))
     rule = BlockAttnRes(
-        block_size_sublayers=check.QUERIES, mix_eps=check.EPS, eps=check.EPS_OUT, two_phase=False
+        block_size_sublayers=gpu_cases.QUERIES,
+        mix_eps=gpu_cases.EPS,
+        eps=gpu_cases.EPS_OUT,
+        two_phase=False,
     )
     module = ResidualModule(rule, layers=16, width=128, rngs=nnx.Rngs(0))
     for kind, start in (("attention", 2), ("mlp", 1)):  # the first sublayer has no query
@@ -271,7 +274,7 @@ def test_the_stack_is_that_of_block_attnres():
     for s in range(32):
         x, _, state = module.read(state, s)
         state = module.write(state, x, s)
-    assert_close(check.read_stack("xla", embedding, queries, scale), x)
+    assert_close(gpu_cases.read_stack("xla", embedding, queries, scale), x)
 
 
 def test_what_rounds_take():
@@ -297,13 +300,13 @@ def test_streams_in_parts_of_the_features(monkeypatch):
     columns, factors = normal(9, 5, 2, 256), normal(10, 5, 3)
     for actual, expected in zip(
         streams.dots(h, c, g, read, scale),
-        check.naive_streams_dots(h, c, g, read, scale),
+        gpu_cases.naive_streams_dots(h, c, g, read, scale),
         strict=True,
     ):
         assert_close(actual, expected)
     by, by_scale = streams.spread(h, c, g, weights, scale, columns, factors)
     nothing = jnp.zeros((1, 256)), jnp.zeros((1, 2, 3))
-    expected = check.naive_streams_spread(h, c, g, *weights, scale, *nothing)
+    expected = gpu_cases.naive_streams_spread(h, c, g, *weights, scale, *nothing)
     assert_close(by, expected[0] + jnp.einsum("ct,cmd->mtd", factors, columns))
     assert_close(by_scale, expected[1])
 
@@ -337,7 +340,7 @@ def test_streams_of_any_magnitude(magnitude):
 
 @simulated
 def test_gather_at_the_last_source():
-    rows, last, u, lse, delta = check.gather_inputs(2, 128)
+    rows, last, u, lse, delta = gpu_cases.gather_inputs(2, 128)
     dv, du = gather.gather(rows, 3, last, u, lse, delta, 1e-6)
     assert np.all(np.isfinite(dv))
     np.testing.assert_array_equal(du[:3], 0)
@@ -442,8 +445,8 @@ def test_kernels_compile_for_an_h100(case, width):
 @pytest.mark.parametrize("queries", [1, 4, 11, 18, 64])
 def test_public_functions_compile_for_two_h100s(monkeypatch, queries):
     """Forward and backward, without being told to; with the queries of various blocks."""
-    monkeypatch.setattr(check, "QUERIES", queries)
-    cases = check.PUBLIC if queries == 1 else check.PUBLIC[2:3]
+    monkeypatch.setattr(gpu_cases, "QUERIES", queries)
+    cases = gpu_cases.PUBLIC if queries == 1 else gpu_cases.PUBLIC[2:3]
     for case in cases:
         text = compile_for(
             "h100:2", functools.partial(case.kernel.func, None), abstract_inputs(case, 512, 1792)
