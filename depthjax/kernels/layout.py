@@ -78,8 +78,9 @@ def spread_tokens(x: jax.Array) -> jax.Array:
 
 
 def gather_tokens(x: jax.Array) -> jax.Array:
-    """[B, T, D] as a branch takes it; its cotangent is spread again."""
-    return _turned(x, (SEQUENCE,), TOKEN_AXES)
+    """[B, T, D] as a branch takes it, its cotangent spread again. Where nothing divides the tokens
+    along `tensor`, x itself: a copy would be kept for the backward pass."""
+    return x if free_axes().get(TENSOR, 1) == 1 else _turned(x, (SEQUENCE,), TOKEN_AXES)
 
 
 def _turned(x, along, back):

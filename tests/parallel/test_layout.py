@@ -4,11 +4,11 @@ import jax
 import jax.numpy as jnp
 import pytest
 from flax import nnx
-from jax.sharding import AxisType
+from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 
 from depthjax.config import Config, MeshConfig, ModelConfig, TrainConfig
-from depthjax.kernels.layout import look_up, parameter_spec, state_specs
+from depthjax.kernels.layout import gather_tokens, look_up, parameter_spec, state_specs
 from depthjax.models import Shape, Transformer
 from depthjax.parallel import make_mesh, parameter_shardings
 from depthjax.plan.hlo import parse
@@ -88,6 +88,14 @@ def test_parameters_are_divided_by_their_axes(name):
 def test_what_does_not_divide_stays_whole():
     assert parameter_spec(("vocab", "width"), (63, 33), SIZES) == P(None, None)
     assert parameter_spec(("vocab", "width"), (64, 33), SIZES) == P("tensor", None)
+
+
+@pytest.mark.parametrize("axis", ["data", "fsdp", "sequence"])
+def test_a_branch_takes_what_a_read_gives(axis):
+    """And no copy, which a backward pass would keep for every branch, though it reads again."""
+    read = jnp.zeros((BATCH, LENGTH, WIDTH))
+    with jax.sharding.use_abstract_mesh(AbstractMesh((2,), (axis,), (AxisType.Auto,))):
+        assert gather_tokens(read) is read
 
 
 @pytest.mark.parametrize("vocab", [64, 63])
