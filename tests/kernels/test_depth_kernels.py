@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from depthjax.kernels import depth_mix, depth_read, read_streams, stream_products
+from depthjax.kernels import depth_mix, depth_read, phase1, phase2, read_streams, stream_products
 from depthjax.kernels.streams.xla import _split_product
 
 pytestmark = pytest.mark.jax_version
@@ -67,3 +67,39 @@ def test_reading_has_second_derivatives(count):
         products = [jax.jvp(jax.grad(f, (0, 1)), at, at)[1] for f in (read, mix)]
         for a, b in zip(*products, strict=True):
             np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda v, u, form: depth_mix(v, u, implementation=form),
+        lambda v, u, form: phase1(v, jnp.stack([u, -u]), implementation=form),
+        lambda v, u, form: phase2(
+            v[0], v[0, :, 0], v[1], v[2], query=u, norm_scale=u, implementation=form
+        ),
+        lambda v, u, form: depth_read(v, v[0], u, 2, 1e-6, u, implementation=form),
+        lambda v, u, form: read_streams(
+            lambda a, products, squares: (a * squares, a * squares, jnp.stack([a * squares] * 3)),
+            1e-6,
+            u[0],
+            None,
+            u,
+            v,
+            implementation=form,
+        )[:2],
+    ],
+    ids=["depth_mix", "phase1", "phase2", "depth_read", "read_streams"],
+)
+def test_interpreted_kernels_are_computed_again_in_a_backward_pass(function):
+    """Under `jax.checkpoint`, as any other function."""
+    arrays = normal(0, 3, 16, 128), normal(1, 128)
+
+    def gradients(form, wrap):
+        def loss(v, u):
+            return sum(jnp.sum(jnp.sin(x)) for x in jax.tree.leaves(function(v, u, form)))
+
+        return jax.jit(jax.grad(wrap(loss), argnums=(0, 1)))(*arrays)
+
+    expected = gradients("xla", lambda loss: loss)
+    for actual, wanted in zip(gradients("mosaic", jax.checkpoint), expected, strict=True):
+        np.testing.assert_allclose(actual, wanted, rtol=0, atol=1e-5 * jnp.max(jnp.abs(wanted)))

@@ -122,6 +122,7 @@ def _kernel(readers, tokens, group, bounds, eps_ref, u_ref, lse_ref, delta_ref, 
     cotangents, refs = refs[:group], refs[group:]
     dv_ref, du_ref, e_ref, a_ref, dots_ref, turned_ref, rho_ref, sum_ref = refs
     step, (block, width), index = pl.program_id(2), sum_ref.shape, bounds[0] - 1
+    first = (pl.program_id(0) * pl.num_programs(1) + pl.program_id(1)) * block
 
     @pl.when((step == 0) & (pl.program_id(1) == 0))
     def _():
@@ -178,7 +179,6 @@ def _kernel(readers, tokens, group, bounds, eps_ref, u_ref, lse_ref, delta_ref, 
     @pl.when(step == pl.num_programs(2) - 1)
     def _():
         turned_ref[:readers] = delta_ref[...]
-        first = (pl.program_id(0) * pl.num_programs(1) + pl.program_id(1)) * block
 
         def finish(at):
             rho, e = rho_ref[at], e_ref[at]
