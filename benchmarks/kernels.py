@@ -298,11 +298,13 @@ def measured(options: argparse.Namespace) -> None:
 
 
 def filled(abstract: Any) -> Any:
-    """Normal numbers in place of `jax.ShapeDtypeStruct`s."""
+    """Normal numbers in place of `jax.ShapeDtypeStruct`s; small ones in fp32, where logits and a
+    log-sum-exp that is not theirs would overflow."""
     leaves, tree = jax.tree.flatten(abstract)
     keys = jax.random.split(jax.random.key(0), len(leaves))
+    sizes = [0.05 if x.dtype == jnp.float32 else 1 for x in leaves]
     made = [jax.random.normal(k, x.shape, x.dtype) for k, x in zip(keys, leaves, strict=True)]
-    return jax.tree.unflatten(tree, made)
+    return jax.tree.unflatten(tree, [s * x for s, x in zip(sizes, made, strict=True)])
 
 
 def best_time(run: Callable, arguments: tuple) -> float:
@@ -327,7 +329,7 @@ def largest_error(function: Callable, abstract: tuple) -> float:
         wide = jax.tree.map(lambda x: jnp.asarray(np.asarray(x), jnp.float64), arguments)
         expected = jax.jit(functools.partial(function, "xla"))(*wide)
     errors = jax.tree.map(
-        lambda a, b: np.max(np.abs(np.asarray(a, np.float64) - b)) / np.max(np.abs(b)),
+        lambda a, b: np.max(np.abs(np.asarray(a, np.float64) - b)) / max(np.max(np.abs(b)), 1e-30),
         actual,
         expected,
     )
