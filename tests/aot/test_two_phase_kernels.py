@@ -62,6 +62,17 @@ def test_every_chip_takes_both_phases(topology, width):
     moved(5, merge, token, *small)
 
 
+@pytest.mark.parametrize("topology", CHIPS[1:])
+@pytest.mark.parametrize("queries", [16, 18])
+def test_wide_rows_of_many_queries_fit(topology, queries):
+    """18 are the most of the largest block; the backward pass, which holds more."""
+    _, mesh = described(topology)
+    one, bf16, fp32 = (mesh.size, 512, 7168), jnp.bfloat16, jnp.float32
+    mixtures, lse = (1, (queries, *one), bf16), (1, (queries, *one[:2]), fp32)
+    shapes = (1, (N, *one), bf16), (None, (queries, one[-1]), fp32), lse, mixtures, lse
+    compiled(topology, lambda *arrays: phase1_backward(*arrays), *shapes)
+
+
 @pytest.mark.parametrize("tokens", [1, 8])
 def test_a_decode_step_is_one_launch(tokens):
     def merge(o, lse, p, y, q, scale):
