@@ -84,7 +84,7 @@ PHASE1 = {
     "tiny": (5, 3, (16,), 128, "float32", None, "tiny"),
     "saturated": (4, 3, (16,), 128, "float32", None, "saturated"),
     "saturated, bf16": (4, 3, (16,), 128, "bfloat16", None, "saturated"),
-    "lanes in two groups": (1, 1, (2, 70), 640, "bfloat16", None, "normal"),
+    "lanes in two groups": (1, 1, (2, 70), 1152, "bfloat16", None, "normal"),
 }
 
 

@@ -23,7 +23,7 @@ from depthjax.kernels.bf16_terms import bf16_terms
 from depthjax.kernels.choice import tpu_interpreter
 from depthjax.kernels.two_phase.tiles import LANES, Tiling, block_tokens, sublanes, vector_memory
 
-WIDTH = 512
+WIDTH = 1024
 """Entries of D that are multiplied at a time."""
 TWO_TERMS = 8
 """Most queries whose weights are split in two: of more, the products would take longer than the
