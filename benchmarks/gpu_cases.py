@@ -79,10 +79,10 @@ def naive_mix(rows, newest, u, scale):
     return rms(z, EPS) * scale, jax.nn.logsumexp(e, axis=0)
 
 
-def naive_mix_backward(rows, newest, u, scale, cotangent, d_rows):
+def naive_mix_backward(rows, newest, u, scale, cotangent, d_rows, d_newest):
     (_, lse), pull = jax.vjp(naive_mix, *map(up, (rows, newest, u, scale)))
-    by_rows, *rest = pull((up(cotangent), jnp.zeros_like(lse)))
-    return d_rows + by_rows, *rest
+    by_rows, by_newest, *rest = pull((up(cotangent), jnp.zeros_like(lse)))
+    return d_rows + by_rows, up(d_newest) + by_newest, *rest
 
 
 def naive_merge(p, mixture, lse, u, scale):
@@ -144,6 +144,11 @@ def naive_streams_spread(h, by_x, by_mixed, r, k, read, own, transport, scale, c
 def mix_inputs(tokens, width):
     directions = 0.02 * wide(2, width), 1 + 0.1 * wide(3, width)
     return normal(0, ROWS, tokens, width), normal(1, tokens, width), *directions
+
+
+def mix_backward_inputs(*sizes):
+    cotangents = normal(5, *sizes), wide(6, ROWS, *sizes), normal(7, *sizes)
+    return *mix_inputs(*sizes), *cotangents
 
 
 def merge_inputs(tokens, width):
@@ -226,12 +231,12 @@ CASES = (
     ),
     Case(
         "mix backward",
-        lambda *sizes: (*mix_inputs(*sizes), normal(5, *sizes), wide(6, ROWS, *sizes)),
-        lambda rows, newest, u, scale, c, d_rows: mixture.mix_backward(
-            rows, LIVE, newest, u, EPS, scale, c, d_rows
+        mix_backward_inputs,
+        lambda rows, newest, u, scale, *cotangents: mixture.mix_backward(
+            rows, LIVE, newest, u, EPS, scale, *cotangents
         ),
         naive_mix_backward,
-        moved=5 * LIVE + 3,
+        moved=5 * LIVE + 4,
         carry=5,
     ),
     Case(
@@ -321,7 +326,7 @@ PUBLIC = (
         lambda form, rows, newest, u, scale: depth_read(
             rows, newest, u, LIVE, EPS, scale, implementation=form
         ),
-        moved=6 * LIVE + 5,
+        moved=6 * LIVE + 6,
     ),
     pulled(
         "depth_mix",
