@@ -195,7 +195,10 @@ def cycles(text: str, steps: int) -> int:
         exits = re.search(r"scmp\S* (%s\w+), (\d+) */\* loop exit test", line)
         if exits and depth > 1:
             stride = re.search(rf"{exits[1]} = sadd.s32 (\d+),", text)
-            segments[-1][2] = -(-int(exits[2]) // int(stride[1] if stride else 1))
+            before = re.search(rf"= sphi (%s\w+), {exits[1]}\b", text)
+            start = before and re.search(rf"{before[1]} = smov\S* (?:\(\S+\), )?(\d+)", text)
+            most = int(exits[2]) - int(start[1] if start else 0)
+            segments[-1][2] = -(-most // int(stride[1] if stride else 1))
     return steps * sum(bundles * trips for depth, bundles, trips in segments if depth)
 
 
