@@ -85,12 +85,7 @@ def mix_backward(
     token_spec = pl.BlockSpec((block, width), lambda p, i, r, bounds: (p * blocks + i, 0))
     whole = pl.BlockSpec((1, width), lambda p, i, r, bounds: (0, 0))
     part_sum = pl.BlockSpec((SUBLANES, width), lambda p, i, r, bounds: (p, 0))
-
-    def one_row(p, i, r, bounds):
-        place = jnp.minimum(jnp.maximum(r - bounds[2], 0), jnp.maximum(bounds[1] - 1, 0))
-        return tiles.window_row(place, bounds[0], windowed), p * blocks + i, 0
-
-    row_spec = pl.BlockSpec((None, block, width), one_row)
+    row_spec = pl.BlockSpec((None, block, width), _one_row(blocks, windowed))
     member_specs = [
         pl.BlockSpec((None, block, width), tiles.grouped_row(k, group, blocks, windowed))
         for k in range(group)
@@ -137,6 +132,16 @@ def mix_backward(
         found = jnp.where(added, found, d_rows)
     d_scale = jnp.sum(rest.pop(0), axis=0) if scale is not None else None
     return found, rest[0] if rest else None, jnp.sum(du, axis=0), d_scale
+
+
+def _one_row(blocks: int, windowed: bool):
+    """The index map of the steps that take a row each, behind those that take groups."""
+
+    def row(p, i, r, bounds):
+        place = jnp.minimum(jnp.maximum(r - bounds[2], 0), jnp.maximum(bounds[1] - 1, 0))
+        return tiles.window_row(place, bounds[0], windowed), p * blocks + i, 0
+
+    return row
 
 
 def _scratch(most: int, block: int, width: int, dtype) -> list:
