@@ -77,8 +77,10 @@ def frees_axes(like: str, *results: tuple[int, bool] | None, lead: int = 1) -> C
             if not explicit:
                 return function(*args, **kwargs)
             tokens = signature.bind(*args, **kwargs).arguments[like]
-            tokens, front = (tokens, lead) if hasattr(tokens, "ndim") else (next(iter(tokens)), 0)
-            spec = jax.typeof(tokens).sharding.spec[front:]
+            first, front = jax.tree.leaves(tokens)[:1], lead if hasattr(tokens, "ndim") else 0
+            if not first:
+                return function(*args, **kwargs)  # which refuses an empty list
+            spec = jax.typeof(first[0]).sharding.spec[front:]
 
             def divided(front, has_width):
                 return P(*[None] * front, *spec[: len(spec) - (not has_width)])

@@ -96,6 +96,12 @@ def test_a_kernel():
     assert result.sharding.spec[0] == "data"
 
 
+def test_no_sources():
+    mesh, _ = on_the_mesh(ROWS)
+    with jax.set_mesh(mesh), pytest.raises(ValueError, match=r"^sources have shapes \[\]: give"):
+        depth_mix([], VECTORS[0])
+
+
 def test_the_pull_form():
     arrays = ROWS, ROWS[0], VECTORS, ROWS[..., 0], ROWS[..., 1]
 
