@@ -10,6 +10,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import AxisType
 
 from depthjax.kernels import read_streams
+from depthjax.kernels.streams import mosaic_gpu
 from depthjax.kernels.streams.blocks import Blocks
 from depthjax.residuals import ATTENTION, HC, MHC, MHCLite, MHCNative, MHCStatic
 
@@ -134,6 +135,18 @@ def test_weights_of_the_streams_alone():
     given = jnp.arange(8.0), jax.random.normal(jax.random.key(0), (2, 5, 8))
     compute = jax.jit(jax.value_and_grad(loss, (1, 2)), static_argnums=0)
     assert_close(compute("mosaic_tpu", *given), compute("xla", *given), 1e-5)
+
+
+def test_tokens_that_fill_up_a_gpu_kernel_leave_gates_alone():
+    """Weights of zeros would be 0 / 0, and their share of the gate's gradient with them."""
+
+    def weigh(gates, products, squares):
+        read = gates * squares / jnp.sum(squares, axis=0)
+        return read, read, jnp.stack([read, read])
+
+    squares = jnp.arange(1.0, 11).reshape(2, 5)
+    gradient = jax.grad(lambda g: jnp.sum(mosaic_gpu._weigh(weigh, g, None, squares)[0][0]))(2.0)
+    np.testing.assert_allclose(gradient, jnp.sum(squares[0] / jnp.sum(squares, 0)), rtol=1e-6)
 
 
 @pytest.mark.jax_version
