@@ -402,7 +402,9 @@ def test_no_simulation():
 
 
 def test_sources_that_do_not_fit():
-    with pytest.raises(ValueError, match=r"^sources are float32 of width 72: .* multiple of 128"):
+    with pytest.raises(
+        ValueError, match=r"^sources are float32 of shape .* 72\): .* multiple of 128"
+    ):
         depth_mix(jnp.zeros((2, 72)), jnp.zeros(72), implementation="mosaic_gpu")
 
 

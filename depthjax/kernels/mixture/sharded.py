@@ -34,17 +34,16 @@ def form_of(
     same, width = tiles.fits(*arrays) and arrays[0].size > 0, arrays[0].shape[-1]
     on_gpu = same and mosaic_gpu.fits(width, arrays[0].dtype)
     form = choose(implementation, tpu=tpu and same, gpu=gpu and on_gpu)
-    if form == "mosaic_gpu" and not on_gpu:
-        raise ValueError(
-            f"sources are {arrays[0].dtype} of width {width}: implementation='mosaic_gpu' takes "
-            "bfloat16 or float32, all the same, of some tokens, of a width that is a multiple of "
-            f"{mosaic_gpu.LANES} up to 7168, in fp32 5760; give None or 'xla'"
-        )
-    if form == "mosaic_tpu" and not same:
+    if (form == "mosaic_gpu" and not on_gpu) or (form == "mosaic_tpu" and not same):
         dtypes = " and ".join(sorted({str(x.dtype) for x in arrays if x is not None}))
+        widths = (
+            f", of a width that is a multiple of {mosaic_gpu.LANES} up to 7168, in fp32 5760"
+            if form == "mosaic_gpu"
+            else ""
+        )
         raise ValueError(
-            f"sources are {dtypes} of shape {arrays[0].shape}: implementation='mosaic_tpu' takes "
-            "bfloat16 or float32, all the same, of some tokens; give None or 'xla'"
+            f"sources are {dtypes} of shape {arrays[0].shape}: implementation={form!r} takes "
+            f"bfloat16 or float32, all the same, of some tokens{widths}; give None or 'xla'"
         )
     return form
 
