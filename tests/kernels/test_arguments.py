@@ -4,6 +4,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from depthjax.kernels import (
@@ -113,6 +114,21 @@ def test_refused(sentence, form):
         WRONG[sentence](implementation=form)
     assert str(raised.value).startswith(sentence)
     assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize("form", ["mosaic_tpu", "mosaic_gpu"])
+def test_sources_of_two_dtypes(form):
+    newest = TOKENS.astype(jnp.bfloat16)
+    with pytest.raises(
+        ValueError, match=r"^sources are bfloat16 and float32 of shape \(4, 2, 3, 8"
+    ):
+        depth_mix(ROWS, VECTOR, newest=newest, implementation=form)
+
+
+def test_weights_of_a_list():
+    rows = jax.random.normal(jax.random.key(0), ROWS.shape)
+    expected = depth_weights(rows, VECTOR + 1)
+    np.testing.assert_array_equal(depth_weights(list(rows), VECTOR + 1), expected)
 
 
 def test_weights_of_sources_that_there_are_not():

@@ -93,6 +93,7 @@ def depth_weights(
 ) -> jax.Array:
     """The weights of `depth_mix` (same arguments): [N, ...], or [N + 1, ...] with `newest` last;
     exactly zero at the rows that are not live or not seen; in at least fp32."""
+    sources = _stacked(sources)
     _check(sources, newest, count, bias, keep, query=query, key_scale=key_scale)
     _check_rule(rule, query, key_scale, bias)
     return _mix(sources, query, key_scale, count, newest, eps, bias, keep, rule)[0]
@@ -130,8 +131,7 @@ def depth_mix(
     source that the rule sees once forward and once backward (a GPU a second time, of its cache),
     and have no forward-mode derivative. Raises ValueError where arguments do not go together.
     """
-    if not hasattr(sources, "ndim"):
-        sources = _stacked(sources)
+    sources = _stacked(sources)
     vectors = {"query": query, "key_scale": key_scale, "output_scale": output_scale}
     _check(sources, newest, count, bias, keep, **vectors)
     _check_rule(rule, query, key_scale, bias)
@@ -160,7 +160,9 @@ def depth_mix(
 
 
 def _stacked(sources) -> jax.Array:
-    """N arrays [..., D] as one."""
+    """N arrays [..., D] as one; one that they are already, as it is."""
+    if hasattr(sources, "ndim"):
+        return sources
     shapes = {np.shape(source) for source in sources}
     if len(shapes) != 1:
         raise ValueError(
