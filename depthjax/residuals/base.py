@@ -263,7 +263,8 @@ class Residual:
 
     def appends(self, kind: int) -> bool:
         """Whether a sublayer of this kind (ATTENTION, MLP) may append to the history. Where not,
-        `write` never sets the flag, and a stack of layers leaves the row out."""
+        `write` never sets the flag, and a stack of layers leaves the row out: a variant that
+        changes where another's `write` appends changes this with it."""
         return True
 
     def pull(self) -> "Pull | None":
