@@ -29,6 +29,23 @@ def test_zero_queries_compute_pre_ln(size):
     np.testing.assert_allclose(mixed, plain, rtol=0, atol=2e-6)
 
 
+def test_a_layer_writes_a_row_for_each_sublayer_that_may_end_a_block():
+    """The first of a layer alone, where blocks are even."""
+
+    def writes(jaxpr):
+        found = sum(each.primitive.name == "dynamic_update_slice" for each in jaxpr.eqns)
+        inner = jax.tree.leaves([list(each.params.values()) for each in jaxpr.eqns])
+        inner = [getattr(each, "jaxpr", each) for each in inner]
+        return found + sum(writes(each) for each in inner if hasattr(each, "eqns"))
+
+    def of_block(size):
+        graph, params = nnx.split(build(BlockAttnRes(block_size_sublayers=size)))
+        ids = jnp.zeros((1, 3), jnp.int32)
+        return writes(jax.make_jaxpr(lambda p: nnx.merge(graph, p)(ids))(params).jaxpr)
+
+    assert [of_block(size) for size in (2, 3)] == [1, 2]
+
+
 def test_block_of_one_sublayer_is_full():
     ids = jax.random.randint(jax.random.key(0), (2, 9), 0, 97)
     full, block = build(FullAttnRes()), build(BlockAttnRes(block_size_sublayers=1))
