@@ -24,6 +24,13 @@ def check_array(name: str, array: Any, wanted: str, axes: int = 2, least: int = 
         raise ValueError(f"{name} has shape {array.shape}: give {wanted} with {some} at least 1")
 
 
+def check_given(**arguments: Any) -> None:
+    """Raises ValueError where one of them is None."""
+    for name, argument in arguments.items():
+        if argument is None:
+            raise ValueError(f"{name} is None: give an array")
+
+
 def check_shapes(like: str, array: jax.Array, **given: tuple[Any, Shape]) -> None:
     """Raises ValueError where one of the given (argument, its shape) has another shape than goes
     with `array`, whose name is `like`. Arguments that are None are not checked."""
@@ -34,8 +41,8 @@ def check_shapes(like: str, array: jax.Array, **given: tuple[Any, Shape]) -> Non
         if shape and not hasattr(argument, "dtype"):
             raise ValueError(f"{name} is {type(argument).__name__}: give an array {wanted}")
         actual = np.shape(argument)
-        fits = len(actual) == len(shape)
-        if not fits or any(b not in (a, str(b)) for a, b in zip(actual, shape, strict=True)):
+        known = [(a, b) for a, b in zip(actual, shape, strict=False) if isinstance(b, int)]
+        if len(actual) != len(shape) or any(a != b for a, b in known):
             need = "need" if like.endswith("s") else "needs"
             raise ValueError(
                 f"{name} has shape {actual}, but {like} of shape {array.shape} {need} {wanted}"

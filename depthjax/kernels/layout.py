@@ -78,8 +78,8 @@ def spread_tokens(x: jax.Array) -> jax.Array:
 
 
 def gather_tokens(x: jax.Array) -> jax.Array:
-    """[B, T, D] as a branch takes it, its cotangent spread again. Where nothing divides the tokens
-    along `tensor`, x itself: a copy would be kept for the backward pass."""
+    """[B, T, D] as a branch takes it, its cotangent spread again. Without an axis `tensor`, x
+    itself: a copy would be kept for the backward pass."""
     return x if free_axes().get(TENSOR, 1) == 1 else _turned(x, (SEQUENCE,), TOKEN_AXES)
 
 

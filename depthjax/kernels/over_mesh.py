@@ -64,8 +64,8 @@ def frees_axes(like: str, *results: tuple[int, bool] | None, lead: int = 1) -> C
     inside, the compiler is free to use them, and results are divided as the argument `like`.
 
     lead: axes of that argument in front of its tokens, if it is no list of arrays [..., D];
-    results: of each, how many it has there, which are whole, and whether it has a width; None: it
-    is whole.
+    results: for each, the number of its axes in front of the tokens, which are not divided, and
+    whether a width follows the tokens; None: all of it is whole on every device.
     """
 
     def decorate(function):

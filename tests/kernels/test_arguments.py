@@ -78,6 +78,7 @@ WRONG = {
     "mixture has shape (2, 3, 8), but open_sum of shape (2, 3, 8) needs (S, 2, 3, 8)": merge(
         place=0
     ),
+    "lse is None: give an array": merge(lse=None),
     "place is 4: give which mixture is read, 0 to 3": merge(
         mixture=ROWS, lse=ROWS[..., 0], place=4
     ),
@@ -85,6 +86,7 @@ WRONG = {
     "query has shape (1,), but open_sum of": merge(query=jnp.zeros(1)),
     "fresh has shape (2,), but open_sum of": merge(fresh=jnp.zeros(2, bool)),
     "streams has shape (8,): give [m, ..., D]": streams(VECTOR),
+    "scale is None: give an array": streams(scale=None),
     "scale has shape (1,), but streams of": streams(scale=jnp.zeros(1)),
     "columns has shape (9, 3), but streams of shape (4, 2, 3, 8) need (8, c)": streams(
         columns=jnp.zeros((9, 3))
@@ -93,6 +95,7 @@ WRONG = {
         columns=jnp.zeros((3, 8, 3))
     ),
     "newest has shape (8,), but history of shape (4, 2, 3, 8) needs (2, 3, 8)": read(VECTOR),
+    "newest is None: give an array": read(None),
     "direction has shape (1,), but history of": read(direction=jnp.zeros(1)),
     "count is 5: give how many rows are live, 0 to 4": read(count=5),
     "directions has shape (3, 8), but rows of": gather(directions=QUERIES),

@@ -20,7 +20,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from depthjax.kernels.arguments import check_array, check_number, check_shapes
+from depthjax.kernels.arguments import check_array, check_given, check_number, check_shapes
 from depthjax.kernels.choice import Implementation
 from depthjax.kernels.mixture import mosaic_tpu_gather, sharded
 from depthjax.kernels.mixture.read import live_rows, score
@@ -60,6 +60,7 @@ def mix_rows(
     [N, ..., D] under direction [D]. Has no gradient of its own. Raises ValueError where arguments
     do not go together."""
     check_array("rows", rows, "[N, ..., D]")
+    check_given(direction=direction)
     check_shapes("rows", rows, direction=(direction, rows.shape[-1:]))
     check_number("count", count, 1, len(rows), "how many rows are live")
     form = sharded.form_of(implementation, rows)
@@ -100,6 +101,7 @@ def gather_rows(
     together.
     """
     check_array("rows", rows, "[N, ..., D]")
+    check_given(last=last, directions=directions, lse=lse, delta=delta)
     (readers, *tokens, width), numbers = rows.shape, rows.shape[:-1]
     shapes = {"last": (last, (*tokens, width)), "directions": (directions, (readers, width))}
     check_shapes("rows", rows, **shapes, lse=(lse, numbers), delta=(delta, numbers))

@@ -14,7 +14,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from depthjax.kernels.arguments import check_array, check_number, check_shapes
+from depthjax.kernels.arguments import check_array, check_given, check_number, check_shapes
 from depthjax.kernels.choice import Implementation
 from depthjax.kernels.mixture import mosaic_tpu_backward, sharded
 from depthjax.kernels.over_mesh import frees_axes, platform
@@ -48,6 +48,7 @@ def depth_read(
     where arguments do not go together.
     """
     check_array("history", history, "[N, ..., D]", least=0)
+    check_given(newest=newest, direction=direction)
     vectors = {"direction": direction, "output_scale": output_scale}
     shapes = {name: (vector, history.shape[-1:]) for name, vector in vectors.items()}
     check_shapes("history", history, newest=(newest, history.shape[1:]), **shapes)

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from depthjax.kernels.arguments import check_array, check_shapes
+from depthjax.kernels.arguments import check_array, check_given, check_shapes
 from depthjax.kernels.choice import Implementation, choose
 from depthjax.kernels.over_mesh import frees_axes
 from depthjax.kernels.streams import mosaic_gpu, mosaic_tpu, xla
@@ -49,6 +49,7 @@ def read_streams(
     that does not take the arguments, and where they do not go together.
     """
     check_array("streams", streams, "[m, ..., D]")
+    check_given(scale=scale)
     m, *_, width = streams.shape
     wanted = (width, "c") if np.ndim(columns) == 2 else (m, width, "c")
     check_shapes("streams", streams, columns=(columns, wanted), scale=(scale, (width,)))

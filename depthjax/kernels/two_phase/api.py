@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from depthjax.kernels import mosaic_gpu
-from depthjax.kernels.arguments import check_array, check_number, check_shapes
+from depthjax.kernels.arguments import check_array, check_given, check_number, check_shapes
 from depthjax.kernels.choice import Implementation, choose
 from depthjax.kernels.over_mesh import frees_axes, over_batch, tokens_of
 from depthjax.kernels.rms_norm import at_least_float32
@@ -107,6 +107,7 @@ def phase2(
     Raises ValueError where arguments do not go together, or with a form.
     """
     check_array("open_sum", open_sum, "[..., D]", axes=1)
+    check_given(mixture=mixture, lse=lse, query=query, norm_scale=norm_scale)
     (*tokens, width), all_ = open_sum.shape, () if place is None else ("S",)
     vectors = {"query": query, "key_scale": key_scale, "norm_scale": norm_scale}
     shapes = {name: (vector, (width,)) for name, vector in vectors.items()}
