@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental.pallas import tpu as pltpu
 from safetensors.numpy import load_file
 
 from depthjax.kernels import depth_mix, depth_weights, phase1, phase2
@@ -97,6 +98,14 @@ forms = pytest.mark.parametrize(
     "form", ["xla", pytest.param("mosaic_tpu", marks=pytest.mark.proof)]
 )
 """By default without kernels: interpreted they take a while on every fixture."""
+
+
+@pytest.fixture(autouse=True)
+def simulated_tpu():
+    """Kernels run as JAX simulates a TPU: as plain JAX, what a compiler leaves out of its
+    optimisations shows at logits of hundreds."""
+    with pltpu.force_tpu_interpret_mode(pltpu.InterpretParams()):
+        yield
 
 
 def mix(case, dtype, form=None):
