@@ -17,6 +17,7 @@ from depthjax.plan.chips import CHIPS, Chip
 _TPU_AXES = {"v4": 3, "v5e": 2, "v5p": 3, "v6e": 2, "tpu7x": 3}
 _TPU_MOST = {"v4": 16, "v5e": 16, "v5p": 28, "v6e": 16, "tpu7x": 24}  # along an axis of a pod
 _TPU_OPTIONS = {"v4": {"chip_config_name": "megacore"}}  # a chip is one device, as when it runs
+_TPU_HOST = (2, 2, 1)  # chips of one host
 _GPUS = ("h100",)
 
 # What the compiler wants to know of a GPU that it does not see.
@@ -149,6 +150,9 @@ def devices_of(wanted: Target) -> list[Any]:
                 )
             else:
                 options = dict(_TPU_OPTIONS.get(kind, {}))
+                chips = *wanted.sizes, *[1] * (3 - len(wanted.sizes))
+                if all(size <= most for size, most in zip(chips, _TPU_HOST, strict=True)):
+                    options["chips_per_host_bounds"] = chips  # jax 0.10.2 takes a part no other way
                 if wanted.slices > 1:
                     options["num_slices"] = wanted.slices
                 described = topologies.get_topology_desc(

@@ -55,6 +55,16 @@ def small(**changes) -> Config:
 
 
 @pytest.mark.parametrize(
+    ("topology", "devices"),
+    [("v6e:1x1", 1), ("v5e:2x1", 2), ("v5p:1x1x1", 1), ("v5p:2x2x1", 4), ("v6e:4x2", 8)],
+)
+def test_parts_of_a_host_are_targets(topology, devices):
+    found = target(topology)
+    prepare_environment(found)
+    assert len(devices_of(found)) == devices
+
+
+@pytest.mark.parametrize(
     "topology", ["v4:2x2x1", "v5e:2x2", "v5p:2x2x1", "v6e:2x2", "tpu7x:2x2x1", "h100:8"]
 )
 def test_every_chip_has_a_plan(topology):
